@@ -1,0 +1,110 @@
+"""Every derived integer of a run, computed once: rows per rank, steps, chunks, when to save.
+
+`make_plan` is pure; it lists every fault at once, so a run that cannot work stops before a tower is built.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from clipscale.config.schema import Chunk, Config, Duration
+from clipscale.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the loop needs to know. All in steps or rows; nothing changes during a run."""
+
+    world_size: int
+    global_batch: int
+    rank_batch: int
+    total_steps: int
+    warmup_steps: int
+    image_chunk: int
+    text_chunk: int
+    save_every_steps: int  # 0: only at the end
+    eval_every_steps: int
+    num_samples: int  # per epoch
+
+    @property
+    def epochs(self) -> float:
+        """How often training sees each sample, on average."""
+        return self.total_steps * self.global_batch / self.num_samples
+
+
+def steps_of(duration: Duration, *, global_batch: int, num_samples: int, total_steps: int | None = None) -> int:
+    """A duration in whole steps, rounded up. `fraction` needs the `total_steps` it is a fraction of."""
+    if duration.steps is not None:
+        return duration.steps
+    if duration.samples is not None:
+        return math.ceil(duration.samples / global_batch)
+    if duration.epochs is not None:
+        return math.ceil(duration.epochs * num_samples / global_batch)
+    assert duration.fraction is not None
+    if total_steps is None:
+        raise ConfigError("train.duration: a fraction of what? wanted steps, samples or epochs")
+    return math.ceil(duration.fraction * total_steps)
+
+
+def make_plan(config: Config, world_size: int, num_samples: int) -> Plan:
+    """The plan for so many ranks and so many samples per epoch. Raises `ConfigError` with every contradiction."""
+    batch = config.train.global_batch
+    faults = _sharing_faults(config, world_size, num_samples)
+    total = 1
+    if config.train.duration.fraction is not None:
+        faults.append("train.duration: found a fraction, wanted steps, samples or epochs")
+    else:
+        total = steps_of(config.train.duration, global_batch=batch, num_samples=num_samples)
+
+    def in_steps(duration: Duration | None) -> int:
+        if duration is None:
+            return 0
+        return steps_of(duration, global_batch=batch, num_samples=num_samples, total_steps=total)
+
+    warmup = in_steps(config.optim.warmup)
+    if warmup > total:
+        faults.append(f"optim.warmup: {warmup} steps are more than the whole training's {total}")
+    if faults:
+        raise ConfigError("this run cannot work:\n" + "\n".join(f"  - {fault}" for fault in faults))
+    rank_batch = batch // world_size
+    return Plan(
+        world_size=world_size,
+        global_batch=batch,
+        rank_batch=rank_batch,
+        total_steps=total,
+        warmup_steps=warmup,
+        image_chunk=_chunk(config.train.image_chunk, rank_batch),
+        text_chunk=_chunk(config.train.text_chunk, rank_batch),
+        save_every_steps=in_steps(config.train.save_every),
+        eval_every_steps=in_steps(config.train.eval_every),
+        num_samples=num_samples,
+    )
+
+
+def _sharing_faults(config: Config, world_size: int, num_samples: int) -> list[str]:
+    """Why these ranks cannot share out the batch and the streams."""
+    batch, streams = config.train.global_batch, config.data.streams
+    faults = []
+    if batch % world_size:
+        below, above = batch // world_size * world_size, -(-batch // world_size) * world_size
+        near = f"{below} or {above}" if below else f"{above}"
+        faults.append(
+            f"train.global_batch: {batch} cannot be shared equally by {world_size} ranks; the nearest usable: {near}"
+        )
+    if streams % world_size:
+        near = -(-streams // world_size) * world_size
+        faults.append(
+            f"data.streams: {streams} cannot be shared equally by {world_size} ranks; "
+            f"use --set data.streams={near} (this changes the order of the samples)"
+        )
+    if num_samples < max(batch, streams):
+        faults.append(
+            f"data.shards: {num_samples} samples found, fewer than one global batch of {batch} "
+            f"or one sample for each of {streams} streams; add data or lower train.global_batch and data.streams"
+        )
+    return faults
+
+
+def _chunk(chunk: Chunk, rank_batch: int) -> int:
+    return rank_batch if chunk == "whole" else min(chunk, rank_batch)

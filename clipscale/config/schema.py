@@ -1,0 +1,231 @@
+"""Every key a configuration file may hold, with its default, its bounds and its meaning.
+
+Plain frozen dataclasses; `load` fills and checks them. A table with a `kind` is a tagged union: the kind decides which
+other keys exist. Whatever follows from these values (steps, rows per rank, ...) lives in `plan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Chunk = Count | Literal["whole"]
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training. Exactly one of the four: `{ steps = 100 }`, `{ samples = 2_000_000 }`, ..."""
+
+    __pydantic_config__ = _STRICT
+    steps: Count | None = None
+    samples: Count | None = None
+    epochs: Positive | None = None
+    fraction: Annotated[float, Field(gt=0, le=1)] | None = None  # of the whole training
+
+    def __post_init__(self) -> None:
+        given = [unit for unit in DURATION_UNITS if getattr(self, unit) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise ValueError(f"found {found}, wanted exactly one of steps, samples, epochs, fraction")
+
+
+DURATION_UNITS = ("steps", "samples", "epochs", "fraction")
+
+
+@dataclass(frozen=True)
+class Run:
+    __pydantic_config__ = _STRICT
+    seed: CountOrZero = 0
+
+
+@dataclass(frozen=True)
+class Train:
+    """One step sees `global_batch` pairs, whatever the number of ranks; chunks only bound memory."""
+
+    __pydantic_config__ = _STRICT
+    global_batch: Count
+    duration: Duration
+    image_chunk: Chunk = 128  # images per forward pass of the image tower, per rank
+    text_chunk: Chunk = 512  # captions per forward pass of the text tower, per rank
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: towers under autocast; weights, features and loss stay fp32
+    clip_norm: NonNegative = 1.0  # bound of the global gradient norm; 0 switches clipping off
+    save_every: Duration | None = None  # a checkpoint is always written at the end
+    eval_every: Duration | None = None  # the [[eval]] tables always run at the end
+
+
+@dataclass(frozen=True)
+class PlainEngine:
+    """Whole weights and optimizer state on every rank: the reference that the others must equal."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["plain"]
+    zero_stage: Literal[0] = 0
+
+
+@dataclass(frozen=True)
+class DeepSpeedEngine:
+    """ZeRO: stage 1 shards the optimizer state over the ranks, 2 the gradients too, 3 the weights too."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["deepspeed"]
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+
+
+Engine = Annotated[PlainEngine | DeepSpeedEngine, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Decoupled weight decay (Loshchilov and Hutter 2019). Warm-up from 0, then cosine down to `final_lr`."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["adamw"]
+    lr: Positive
+    weight_decay: NonNegative = 0.2
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    eps: Positive = 1e-6
+    warmup: Duration = Duration(fraction=0.05)
+    final_lr: Share = 0.0  # as a share of lr
+
+
+Optim = AdamW  # grows into a tagged union, as Engine
+
+
+@dataclass(frozen=True)
+class NoAugment:
+    """Shortest side resized, centre cropped: what evaluation sees."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["none"]
+
+
+@dataclass(frozen=True)
+class CropAugment:
+    """A random crop that covers `scale` of the area, resized: the usual choice for photographs."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["crop"]
+    scale: tuple[Positive, Positive] = (0.9, 1.0)
+    ratio: tuple[Positive, Positive] = (0.75, 1.3333)
+    flip: Share = 0.0  # chance of a left-right flip; captions may say "left"
+
+
+@dataclass(frozen=True)
+class AffineAugment:
+    """A light rotation, shift and zoom on white: for drawings, scans and other objects on a plain ground."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["affine"]
+    degrees: NonNegative = 10.0
+    translate: Share = 0.08  # of the side
+    scale: tuple[Positive, Positive] = (0.85, 1.15)
+    flip: Share = 0.0
+
+
+Augment = Annotated[NoAugment | CropAugment | AffineAugment, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class TextCaption:
+    """The caption is one field of the sample: an extension (`txt`), or a key inside its JSON (`json:caption`)."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["text"]
+    field: str = "txt"
+
+
+@dataclass(frozen=True)
+class LabelAndTagsCaption:
+    """The caption is drawn anew each epoch from `label` and `tags` of the sample's JSON."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["label_and_tags"]
+    label_only: Share = 0.5  # chance of the label alone
+    tags_only: Share = 0.0  # chance of tags without the label
+    max_tags: Count = 3
+
+
+Caption = Annotated[TextCaption | LabelAndTagsCaption, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class Data:
+    """`shards`: paths, globs, folders or braces (`train-{000..127}.tar`), one or a list."""
+
+    __pydantic_config__ = _STRICT
+    shards: str | tuple[str, ...]
+    workers: CountOrZero = 2  # decoding processes per rank; 0 decodes between the steps
+    streams: Count = 48  # the epoch is cut into so many streams; ranks must divide it
+    shuffle_block: Count = 1024  # samples held and shuffled at a time, per stream
+    max_bad_fraction: Share = 0.1  # of all samples seen; more unusable ones stop the run
+    max_pixels: Count = 100_000_000  # larger images are dropped unread
+    augment: Augment = field(default_factory=lambda: NoAugment("none"))
+    caption: Caption = field(default_factory=lambda: TextCaption("text"))
+
+
+@dataclass(frozen=True)
+class Model:
+    """An open_clip architecture by `name`; or `embed_dim`, `vision_cfg` and `text_cfg` as open_clip writes them.
+
+    With both, the tables override single keys of the named architecture.
+    """
+
+    __pydantic_config__ = _STRICT
+    name: str = ""
+    embed_dim: Count | None = None
+    vision_cfg: dict[str, Any] = field(default_factory=dict)
+    text_cfg: dict[str, Any] = field(default_factory=dict)
+    quick_gelu: bool | None = None
+    token_ids: str = ""  # JSON list of the token ids that occur; only these rows of the token table are trained
+    init_temperature: Positive = 0.07  # the logit scale starts at its inverse
+    activation_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class ZeroShotEval:
+    """Names of `label` as classes; every image is given its most similar name."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["zeroshot"]
+    name: str
+    shards: str | tuple[str, ...]
+    label: str = "json:label"
+    templates: str = "none"  # none, simple, or a file with one template a line
+
+
+@dataclass(frozen=True)
+class RetrievalEval:
+    """Images find their captions and captions their images."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["retrieval"]
+    name: str
+    shards: str | tuple[str, ...]
+    caption: str = "txt"
+
+
+Eval = Annotated[ZeroShotEval | RetrievalEval, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One whole experiment."""
+
+    __pydantic_config__ = _STRICT
+    train: Train
+    data: Data
+    model: Model
+    optim: Optim
+    run: Run = Run()
+    engine: Engine = field(default_factory=lambda: PlainEngine("plain"))
+    eval: tuple[Eval, ...] = ()

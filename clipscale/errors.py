@@ -1,0 +1,37 @@
+"""The error tree: one family per kind of fault, one exit code per family.
+
+Everything the world can do wrong (a typo, a lost shard, a run that diverges, a silent rank) ends in one of these. The
+command line prints the message and exits with the family's code, without a traceback. Our own mistakes stay `assert`s.
+"""
+
+from __future__ import annotations
+
+
+class ClipscaleError(Exception):
+    """Base of all faults that are reported to the user. The message says what was found, what was wanted, what to do."""
+
+    exit_code = 1
+
+
+class ConfigError(ClipscaleError):
+    """The request cannot be carried out as written: configuration, command line, model, output folder."""
+
+    exit_code = 2
+
+
+class DataError(ClipscaleError):
+    """Shards, samples or captions are missing, damaged or too few."""
+
+    exit_code = 3
+
+
+class DivergedError(ClipscaleError):
+    """Loss or gradients are no longer finite."""
+
+    exit_code = 4
+
+
+class DistributedError(ClipscaleError):
+    """A rank died, fell silent, or the ranks disagree."""
+
+    exit_code = 5
