@@ -1,0 +1,129 @@
+"""ZeRO stages 0 to 3 through DeepSpeed. The only file that imports deepspeed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from clipscale.dist.engine import set_rates
+from clipscale.dist.world import World
+from clipscale.errors import ConfigError
+
+_TAG = "deepspeed"
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """Imports deepspeed for this device, without its banner and without compiling anything."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import sets its own level
+    if device.type == "cpu":
+        # An all-reduce through shared memory that it would compile for minutes on first use; gloo serves as well.
+        ops = cast(dict[str, bool], deepspeed.ops.__compatible_ops__)
+        ops["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _settings(world: World, rank_batch: int, zero_stage: int, clip_norm: float) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": rank_batch,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": rank_batch * world.size,
+        # Stage 0 is clipped here, where the norm is wanted too. Left out, the key would mean 1.0.
+        "gradient_clipping": clip_norm if zero_stage else 0.0,
+        "zero_optimization": {"stage": zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31,
+    }
+
+
+class DeepSpeedEngine:
+    """See `Engine`. Chunks of both towers run under one DeepSpeed engine; only the last backward is a boundary."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        *,
+        rank_batch: int,
+        zero_stage: int,
+        clip_norm: float = 0.0,
+    ) -> None:
+        deepspeed = _import_deepspeed(world.device)
+        os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed will not start without it
+        self.device = world.device
+        self._world = world
+        self._zero_stage = zero_stage
+        self._clip_norm = clip_norm
+        self._deepspeed = deepspeed
+        self._engine, *_ = deepspeed.initialize(
+            model=model.to(world.device),
+            optimizer=optimizer,
+            config=_settings(world, rank_batch, zero_stage, clip_norm),
+            dist_init_required=False,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        return self._engine.module
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._engine(*inputs)
+
+    def backward(self, surrogate: Tensor, *, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(surrogate, scale_wrt_gas=False)
+
+    def step(self, lr_factor: float) -> float:
+        set_rates(self._engine.optimizer, lr_factor)
+        if self._zero_stage:
+            self._engine.step()
+            if self._zero_stage == 3:
+                # Stage 3 overwrites last step's gradients only in the step's first backward. That is one of text: what
+                # stands there for the image tower would be added to.
+                self._engine.optimizer.grad_partitions_flat_buffer.zero_()
+            return float(self._engine.get_global_grad_norm())
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
+        if self._clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
+        self._engine.step()
+        return norm.item()
+
+    def weights(self) -> dict[str, Tensor]:
+        if self._zero_stage < 3:
+            return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+        whole = {}
+        for name, tensor in self.model.named_parameters():
+            # One parameter at a time, so that no rank ever holds all of them on its device.
+            with self._deepspeed.zero.GatheredParameters([tensor]):
+                whole[name] = tensor.detach().cpu().clone()
+        persistent = self.model.state_dict().keys()
+        whole.update({name: tensor.cpu() for name, tensor in self.model.named_buffers() if name in persistent})
+        return whole
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag=_TAG, client_state={"layout": self._layout()}, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        layout = folder / _TAG
+        if not layout.is_dir():
+            raise ConfigError(
+                f"{folder} was not written by engine.kind = 'deepspeed'; resume with the engine that wrote it"
+            )
+        _, client = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        assert client is not None
+        if client["layout"] != self._layout():
+            raise ConfigError(f"{folder} was written with {client['layout']}, this run has {self._layout()}")
+
+    def _layout(self) -> dict[str, int]:
+        return {"ranks": self._world.size, "zero_stage": self._zero_stage}

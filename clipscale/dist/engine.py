@@ -1,0 +1,135 @@
+"""Engines: who holds the weights, the gradients and the optimizer state, and how the ranks combine them.
+
+The contract is documented once, at `Engine`. `PlainEngine` keeps everything on every rank and is the reference;
+`deepspeed_engine` shards it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from clipscale.dist.world import World
+from clipscale.errors import ConfigError
+
+
+class Engine(Protocol):
+    """A model with its optimizer, on one rank of many.
+
+    A step is any number of `forward` and `backward` calls, of which exactly the final one says `last`, then `step`.
+    All ranks make the same calls in the same order.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare model, for what needs no weights (text lengths) and for evaluation."""
+        ...
+
+    def forward(self, *inputs: Any) -> Any:
+        """The model's forward. Under ZeRO-3 this communicates: all ranks call it equally often."""
+        ...
+
+    def backward(self, surrogate: Tensor, *, last: bool) -> None:
+        """Adds the gradients of `surrogate`. With `last`, communicates: each gradient becomes the mean over ranks."""
+        ...
+
+    def step(self, lr_factor: float) -> float:
+        """Communicates under ZeRO. Clips, updates every group at its base rate times `lr_factor`, clears gradients.
+
+        Returns the global gradient norm before clipping.
+        """
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """Communicates under ZeRO-3. The whole state dict on the CPU, on every rank."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Communicates. Writes what `load` needs to go on exactly; called on all ranks."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Communicates. Raises `ConfigError` when the folder was written by another engine or number of ranks."""
+        ...
+
+
+def set_rates(optimizer: torch.optim.Optimizer, lr_factor: float) -> None:
+    """Every group's rate becomes its `base_lr` times the schedule's factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * lr_factor
+
+
+class PlainEngine:
+    """Whole weights and optimizer state on every rank; one all-reduce of all gradients a step.
+
+    The gradients live in one flat buffer per dtype that each parameter's `.grad` looks into, so that averaging them is
+    one collective and no copy.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, clip_norm: float = 0.0
+    ) -> None:
+        self.model = model.to(world.device)
+        self.device = world.device
+        self._optimizer = optimizer
+        self._world = world
+        self._clip_norm = clip_norm
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buffers = _flat_gradients(self._parameters)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+    def backward(self, surrogate: Tensor, *, last: bool) -> None:
+        surrogate.backward()
+        if last and self._world.size > 1:
+            for buffer in self._buffers:
+                dist.all_reduce(buffer, group=self._world.group)
+                buffer /= self._world.size
+
+    def step(self, lr_factor: float) -> float:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+        set_rates(self._optimizer, lr_factor)
+        self._optimizer.step()
+        for buffer in self._buffers:
+            buffer.zero_()
+        return norm.item()  # waits for the device, once a step
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+
+    def save(self, folder: Path) -> None:
+        if self._world.is_main:
+            torch.save({"model": self.weights(), "optimizer": self._optimizer.state_dict()}, folder / "plain.pt")
+
+    def load(self, folder: Path) -> None:
+        path = folder / "plain.pt"
+        if not path.is_file():
+            raise ConfigError(
+                f"{folder} was not written by engine.kind = 'plain'; resume with the engine that wrote it"
+            )
+        saved = torch.load(path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+
+
+def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """One zeroed buffer per dtype, in which the parameters' gradients are views."""
+    buffers = []
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        members = [parameter for parameter in parameters if parameter.dtype == dtype]
+        buffer = torch.zeros(sum(member.numel() for member in members), dtype=dtype, device=members[0].device)
+        for member, flat in zip(members, buffer.split([member.numel() for member in members]), strict=True):
+            member.grad = flat.view_as(member)
+        buffers.append(buffer)
+    return buffers

@@ -1,0 +1,325 @@
+"""The two towers and the log temperature behind one forward. The only file that knows open_clip.
+
+An architecture is an open_clip model configuration: a table with `embed_dim`, `vision_cfg` and `text_cfg`. It comes
+from open_clip's list by name, from the experiment's own tables, or from both, the tables overriding single keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import open_clip
+import timm
+import torch
+import torch.nn.functional as F
+from open_clip.model import CLIPTextCfg, CLIPVisionCfg, CustomTextCLIP
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from open_clip.transformer import TextTransformer
+from torch import Tensor, nn
+
+from clipscale.config.schema import Model
+from clipscale.errors import ConfigError, DataError
+
+Tower = Literal["image", "text"]
+
+
+# ---- architecture -----------------------------------------------------------------------------------------------
+
+
+def resolve_architecture(model: Model) -> dict[str, Any]:
+    """The complete open_clip configuration that `[model]` describes. Raises `ConfigError` with every fault found."""
+    architecture: dict[str, Any] = {}
+    faults: list[str] = []
+    has_tables = bool(model.vision_cfg or model.text_cfg)
+    if model.name and not has_tables:
+        architecture = _named(model.name) or {}
+        if not architecture:
+            faults.append(f"model.name: open_clip knows no {model.name!r}{_near(model.name, open_clip.list_models())}")
+    elif has_tables:
+        architecture = _named(model.name) or {} if model.name else {}
+    else:
+        faults.append("[model]: wanted a `name` of open_clip's list, or `embed_dim`, `vision_cfg` and `text_cfg`")
+    if "multimodal_cfg" in architecture:
+        faults.append(f"model.name: {model.name!r} has a caption decoder (CoCa); wanted two towers")
+    for table, given, known in (
+        ("vision_cfg", model.vision_cfg, CLIPVisionCfg),
+        ("text_cfg", model.text_cfg, CLIPTextCfg),
+    ):
+        names = [field.name for field in dataclasses.fields(known)]
+        # open_clip adds these two to its own HF text models without declaring them.
+        names += ["hf_proj_type", "hf_pooler_type"] if known is CLIPTextCfg else []
+        for key in given:
+            if key not in names:
+                faults.append(f"model.{table}.{key}: unknown key{_near(key, names)}")
+        architecture[table] = {**architecture.get(table, {}), **given}
+    if model.embed_dim is not None:
+        architecture["embed_dim"] = model.embed_dim
+    if model.quick_gelu is not None:
+        architecture["quick_gelu"] = model.quick_gelu
+    if not faults and "embed_dim" not in architecture:
+        faults.append("model.embed_dim is missing: the width of the shared feature space")
+    trunk = architecture.get("vision_cfg", {}).get("timm_model_name")
+    if trunk and not timm.is_model(trunk):
+        faults.append(f"model.vision_cfg.timm_model_name: timm knows no {trunk!r}{_near(trunk, timm.list_models())}")
+    if faults:
+        raise ConfigError("no such model:\n" + "\n".join(f"  - {fault}" for fault in faults))
+    return architecture
+
+
+def _named(name: str) -> dict[str, Any] | None:
+    config = open_clip.get_model_config(name)
+    return copy.deepcopy(config) if config else None
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def image_size(architecture: Mapping[str, Any]) -> int:
+    """The side in pixels of the square images that the image tower takes."""
+    size = architecture["vision_cfg"].get("image_size", 224)
+    if not isinstance(size, int):
+        if len(set(size)) != 1:
+            raise ConfigError(f"model.vision_cfg.image_size: found {size}, wanted a square; give one integer")
+        size = size[0]
+    return size
+
+
+# ---- towers -----------------------------------------------------------------------------------------------------
+
+
+class LogScale(nn.Module):
+    """The logarithm of the inverse temperature, shape [1]: DeepSpeed cannot hold 0-dim parameters.
+
+    A module of its own, so that ZeRO-3 gathers it by the usual hooks; its forward returns a fresh tensor, which
+    outlives the gathering.
+    """
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor([value]))
+
+    def forward(self) -> Tensor:
+        return self.value * 1.0
+
+
+class Towers(nn.Module):
+    """Both towers of a CLIP model; `forward` runs one of them.
+
+    Names follow open_clip's `CustomTextCLIP`: `visual.*` and `text.*`. Features leave in fp32 with unit length.
+    """
+
+    visual: Any  # open_clip's towers come in several classes
+    text: Any
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, architecture: Mapping[str, Any], model: Model, *, bf16: bool = False) -> None:
+        super().__init__()
+        clip = _build(architecture)
+        self.visual, self.text = clip.visual, clip.text
+        self.log_scale = LogScale(math.log(1 / model.init_temperature))
+        self.bf16 = bf16
+        # Shape [3, 1, 1], so that they broadcast over [n, 3, H, W].
+        self.register_buffer("mean", torch.tensor(open_clip.OPENAI_DATASET_MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(open_clip.OPENAI_DATASET_STD).view(3, 1, 1), persistent=False)
+        if model.activation_checkpointing:
+            self.visual.set_grad_checkpointing(True)
+            self.text.set_grad_checkpointing(True)
+        _refuse_batch_norm(self)
+
+    def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 images [n, 3, H, W] or token ids [n, L] -> (features [n, d], log scale [1])."""
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
+            features = self._see(inputs) if tower == "image" else self._read(inputs)
+        return F.normalize(features.float(), dim=-1), self.log_scale()
+
+    def _see(self, images: Tensor) -> Tensor:
+        return self.visual((images.float() / 255 - self.mean) / self.std)
+
+    def _read(self, tokens: Tensor) -> Tensor:
+        if not self.trims_text or tokens.shape[1] == self.text.context_length:
+            return self.text(tokens)
+        # open_clip slices the positions to the length given, but not the causal mask.
+        mask, length = self.text.attn_mask, tokens.shape[1]
+        self.text.attn_mask = mask[:length, :length]
+        try:
+            return self.text(tokens)
+        finally:
+            self.text.attn_mask = mask
+
+    @property
+    def trims_text(self) -> bool:
+        """Whether what follows the pooled token cannot change its feature, so that it may be cut off."""
+        text = self.text
+        return (
+            isinstance(text, TextTransformer)
+            and text.attn_mask is not None
+            and text.cls_emb is None
+            and text.pool_type in ("argmax", "eos")
+        )
+
+    def text_lengths(self, tokens: Tensor) -> Tensor:
+        """Ids [n, L] -> the number of leading ids, [n], that each feature depends on."""
+        if not self.trims_text:
+            return torch.full((len(tokens),), tokens.shape[1])
+        pooled = tokens if self.text.pool_type == "argmax" else (tokens == self.text.eos_id).int()
+        return pooled.argmax(dim=1).cpu() + 1
+
+
+def _build(architecture: Mapping[str, Any]) -> CustomTextCLIP:
+    known = {key: architecture[key] for key in ("embed_dim", "vision_cfg", "text_cfg")}
+    try:
+        return CustomTextCLIP(**copy.deepcopy(known), quick_gelu=architecture.get("quick_gelu", False))
+    except Exception as error:  # whatever a constructor dislikes is a fault of the request
+        raise ConfigError(f"the model cannot be built from {json.dumps(known)}: {error}") from error
+
+
+def _refuse_batch_norm(towers: nn.Module) -> None:
+    """Batch statistics of a chunk are not those of the batch, and two passes would update them twice."""
+    found = [name for name, module in towers.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if found:
+        raise ConfigError(
+            f"the model has {len(found)} BatchNorm layers (the first: {found[0]}). Their statistics would depend on "
+            "the chunk, not on the batch. Choose a network with LayerNorm or GroupNorm."
+        )
+
+
+def build_towers(model: Model, *, bf16: bool = False) -> tuple[Towers, dict[str, Any]]:
+    """The towers and their architecture, with the token table cut to `model.token_ids` where given."""
+    architecture = resolve_architecture(model)
+    cut = copy.deepcopy(architecture)
+    if model.token_ids:
+        cut["text_cfg"]["vocab_size"] = len(read_token_ids(Path(model.token_ids)))
+    return Towers(cut, model, bf16=bf16), architecture
+
+
+# ---- tokens -----------------------------------------------------------------------------------------------------
+
+
+def read_token_ids(path: Path) -> list[int]:
+    """The sorted ids of the rows of the token table that are trained. The end-of-text id must be among them."""
+    if not path.is_file():
+        raise ConfigError(
+            f"model.token_ids: no file at {path}; build the data first, or drop the key for the full table"
+        )
+    try:
+        ids = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"model.token_ids: {path} is not JSON: {error}") from error
+    end = SimpleTokenizer().eot_token_id
+    if not isinstance(ids, list) or not all(isinstance(item, int) for item in ids):
+        raise ConfigError(f"model.token_ids: {path} must hold a list of integers")
+    ids = sorted(set(ids))
+    if not ids or ids[0] != 0 or ids[-1] != end:
+        raise ConfigError(f"model.token_ids: {path} must run from 0 (padding) to {end} (end of text)")
+    return ids
+
+
+class Tokenize:
+    """Captions -> ids [n, L], padded with zeros, cut so that the end-of-text id stays the last. Picklable."""
+
+    def __init__(self, model: Model, architecture: Mapping[str, Any]) -> None:
+        text = architecture["text_cfg"]
+        self.context_length: int = text.get("context_length", 77)
+        self._tokenizer = _tokenizer(text, self.context_length)
+        self._position: dict[int, int] = {}
+        if model.token_ids:
+            if not isinstance(self._tokenizer, SimpleTokenizer):
+                raise ConfigError("model.token_ids works with CLIP's own tokenizer only; drop the key")
+            self._position = {token: row for row, token in enumerate(read_token_ids(Path(model.token_ids)))}
+        self._ids_of = lru_cache(maxsize=65536)(self._ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle_tokenize, (self.context_length, self._tokenizer, self._position)
+
+    def __call__(self, captions: Sequence[str]) -> Tensor:
+        """Raises `DataError` for a caption that needs a token outside `model.token_ids`."""
+        ids = torch.zeros(len(captions), self.context_length, dtype=torch.long)
+        for row, caption in enumerate(captions):
+            found = self._ids_of(caption)
+            ids[row, : len(found)] = torch.tensor(found)
+        return ids
+
+    def _ids(self, caption: str) -> list[int]:
+        ids = self._tokenizer([caption], self.context_length)[0].tolist()
+        if not self._position:
+            return ids
+        while ids and ids[-1] == 0:
+            ids.pop()
+        try:
+            return [self._position[token] for token in ids]
+        except KeyError as error:
+            raise DataError(
+                f"caption {caption!r} needs token {error.args[0]}, which model.token_ids leaves out. Rebuild that list "
+                "with this caption among the data, or train with the full token table."
+            ) from error
+
+
+def _unpickle_tokenize(context_length: int, tokenizer: Any, position: dict[int, int]) -> Tokenize:
+    made = Tokenize.__new__(Tokenize)
+    made.context_length, made._tokenizer, made._position = context_length, tokenizer, position
+    made._ids_of = lru_cache(maxsize=65536)(made._ids)
+    return made
+
+
+def _tokenizer(text_cfg: Mapping[str, Any], context_length: int) -> Any:
+    name = text_cfg.get("hf_tokenizer_name")
+    if not name:
+        return SimpleTokenizer(context_length=context_length)
+    try:
+        return HFTokenizer(name, context_length=context_length, **(text_cfg.get("tokenizer_kwargs") or {}))
+    except Exception as error:  # transformers missing, no network, no such name
+        raise ConfigError(
+            f"the tokenizer {name!r} cannot be loaded: {error}. Install `transformers`, and point "
+            "model.text_cfg.hf_tokenizer_name at a local folder where the hub is out of reach."
+        ) from error
+
+
+# ---- export -----------------------------------------------------------------------------------------------------
+
+
+def to_open_clip(
+    weights: Mapping[str, Tensor], model: Model, architecture: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Our whole weights -> the state dict and the `open_clip_config.json` of an ordinary open_clip model.
+
+    Rows of the token table that were never trained come back as zeros.
+    """
+    empty = [name for name, tensor in weights.items() if tensor.numel() == 0]
+    assert not empty, f"these weights were not gathered: {empty}"
+    exported: dict[str, Tensor] = {}
+    own_text = architecture.get("custom_text", False) or "hf_model_name" in architecture["text_cfg"]
+    for name, tensor in weights.items():
+        if name == "log_scale.value":
+            exported["logit_scale"] = tensor.reshape(())
+            continue
+        if name == "text.token_embedding.weight" and model.token_ids:
+            ids = read_token_ids(Path(model.token_ids))
+            full = tensor.new_zeros(architecture["text_cfg"].get("vocab_size", CLIPTextCfg.vocab_size), tensor.shape[1])
+            full[ids] = tensor
+            tensor = full
+        exported[name if own_text else name.removeprefix("text.")] = tensor
+    preprocess = {
+        "size": image_size(architecture),
+        "mean": list(open_clip.OPENAI_DATASET_MEAN),
+        "std": list(open_clip.OPENAI_DATASET_STD),
+        "interpolation": "bicubic",
+        "resize_mode": "shortest",
+    }
+    return exported, {"model_cfg": dict(architecture), "preprocess_cfg": preprocess}
+
+
+def quiet_open_clip() -> None:
+    """open_clip and timm log every step of building a model; at training start that hides our own lines."""
+    logging.getLogger("timm").setLevel(logging.WARNING)
