@@ -1,0 +1,189 @@
+"""From the order of samples to a rank's batches, and to a finite pass for evaluation.
+
+A rank's streams are dealt out to its workers. For every step each worker makes the rows of its own streams; the loader
+puts them together by slot, so that a rank's batch does not depend on the number of workers, not even in its order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from jaxtyping import Int64, UInt8
+from torch import Tensor
+
+from clipscale.data.assign import Order, check, usable_workers
+from clipscale.data.captions import Unusable, read_json
+from clipscale.data.decode import Decoder
+from clipscale.data.index import ShardIndex
+from clipscale.data.streams import Part, StreamWork, Tokenize
+from clipscale.data.workers import Workers, check_shared_memory
+from clipscale.errors import DataError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of one step, its rows in the order of their slots."""
+
+    images: UInt8[Tensor, "n 3 size size"]
+    tokens: Int64[Tensor, "n length"]
+    keys: list[str]  # "shard-stem/key"
+    epoch: float  # slots filled after this step / samples
+    cursors: dict[int, int]  # of this rank's streams, after this batch
+    dropped: dict[str, int]  # reason -> samples dropped since the batch before
+
+
+class TrainLoader:
+    """Endless batches of one rank, from `start_step` on. Use it in a `with` block, or call `close`.
+
+    `workers` processes make them (0: this one does; more than the rank has streams are not started). `cursors` resume
+    every stream where the batch of step `start_step - 1` left it; those of other ranks' streams are allowed.
+    `global_batch`, `world_size` and `order` have passed `assign.check`.
+
+    Raises `ConfigError` if shared memory is too small for the batches under way; and `DataError` from `next` where a
+    shard cannot be read, where of the samples that a worker has seen (1,000 or more) over `max_bad_fraction` are
+    unusable, and where a stream finds no usable sample in a whole pass.
+    """
+
+    def __init__(
+        self,
+        index: ShardIndex,
+        order: Order,
+        decoder: Decoder,
+        tokenize: Tokenize,
+        *,
+        global_batch: int,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        cursors: Mapping[int, int] | None = None,
+        start_step: int = 0,
+        max_bad_fraction: float = 1.0,
+        pin_memory: bool = False,
+    ) -> None:
+        assert index.counts == order.counts
+        assert not check(order.counts, streams=order.streams, global_batch=global_batch, world_size=world_size)
+        assert cursors is not None or start_step == 0
+        self.step = start_step  # of the next batch
+        self.workers = usable_workers(order.streams, world_size, workers)
+        self._num_samples, self._global_batch, self._world_size = order.num_samples, global_batch, world_size
+        self._pin_memory = pin_memory
+        if self.workers:
+            check_shared_memory(global_batch // world_size * 3 * decoder.size**2)
+        cursors = order.cursors_at(0) if cursors is None else cursors
+        mine = {stream: cursors[stream] for stream in order.owned(rank, world_size)}
+        work = StreamWork(index, order, decoder, tokenize, global_batch, mine, start_step, max_bad_fraction)
+        self._parts: Workers[Part] = Workers(work, self.workers)
+
+    def __iter__(self) -> TrainLoader:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self._merged([next(self._parts) for _ in range(max(1, self.workers))])
+        self.step += 1
+        return batch
+
+    def close(self) -> None:
+        """End the workers. May be called again."""
+        self._parts.close()
+
+    def __enter__(self) -> TrainLoader:
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, _fault: object, _trace: TracebackType | None) -> None:
+        self.close()
+
+    def _merged(self, parts: list[Part]) -> Batch:
+        """The workers' parts as one batch; the rank's slots are `world_size` apart."""
+        opening = self.step * self._global_batch
+        num_rows = self._global_batch // self._world_size
+        images, tokens = (
+            torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, pin_memory=self._pin_memory)
+            for like in (parts[0].images, parts[0].tokens)
+        )
+        keys = [""] * num_rows
+        for part in parts:
+            rows = [(slot - opening) // self._world_size for slot in part.slots]
+            images[rows], tokens[rows] = part.images, part.tokens
+            for row, key in zip(rows, part.keys, strict=True):
+                keys[row] = key
+        return Batch(
+            images,
+            tokens,
+            keys,
+            epoch=(opening + self._global_batch) / self._num_samples,
+            cursors={stream: cursor for part in parts for stream, cursor in part.cursors.items()},
+            dropped=dict(sum((part.dropped for part in parts), Counter())),
+        )
+
+
+@dataclass(frozen=True)
+class EvalBatch:
+    """Some samples of an evaluation pass."""
+
+    images: UInt8[Tensor, "n 3 size size"]
+    captions: list[str]
+    metas: list[dict[str, Any]]  # the samples' JSON members, {} where there is none
+    keys: list[str]  # "shard-stem/key"
+    dropped: dict[str, int]  # reason -> samples dropped around these
+
+
+def eval_samples(
+    index: ShardIndex, decoder: Decoder, *, batch: int, rank: int = 0, world_size: int = 1, workers: int = 0
+) -> Iterator[EvalBatch]:
+    """One pass over the samples i with i mod `world_size` = `rank`, in order, `batch` at most at a time, never none.
+
+    Ranks may get unequal numbers of samples and of batches. Raises `DataError` if no sample of the rank is usable.
+    """
+    work = _EvalWork(index, decoder, range(rank, index.num_samples, world_size), batch)
+    held: EvalBatch | None = None
+    dropped = Counter[str]()
+    with closing(Workers(work, min(workers, -(-len(work.numbers) // batch)))) as found:
+        for part in found:
+            dropped.update(part.dropped)
+            if not part.keys:
+                continue
+            if held is not None:
+                yield held
+            held, dropped = replace(part, dropped=dict(dropped)), Counter()
+    if held is not None:
+        yield replace(held, dropped=dict(Counter(held.dropped) + dropped))
+    elif work.numbers:
+        raise DataError(f"no usable sample among {len(work.numbers):,}, for evaluation: {dict(dropped)}")
+
+
+@dataclass
+class _EvalWork:
+    """Batch after batch of the samples `numbers`."""
+
+    index: ShardIndex
+    decoder: Decoder
+    numbers: range
+    batch: int
+    at: str = "the start"
+
+    def items(self, share: slice) -> Iterator[EvalBatch]:
+        for start in range(0, len(self.numbers), self.batch)[share]:
+            yield self._batch(self.numbers[start : start + self.batch])
+
+    def _batch(self, numbers: range) -> EvalBatch:
+        images = [torch.empty(0, 3, self.decoder.size, self.decoder.size, dtype=torch.uint8)]
+        captions, metas, keys, dropped = [], [], [], Counter[str]()
+        for shard, positions in self.index.pieces(numbers):
+            for sample in self.index.read(shard, positions):
+                self.at = f"{self.index.shards[shard].stem}/{sample.key}"
+                try:
+                    image, caption = self.decoder(sample.members)
+                    metas.append(read_json(sample.members))
+                except Unusable as fault:
+                    dropped[fault.reason] += 1
+                    continue
+                images.append(image[None])
+                captions.append(caption)
+                keys.append(self.at)
+        return EvalBatch(torch.cat(images), captions, metas, keys, dict(dropped))
