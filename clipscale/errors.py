@@ -8,9 +8,10 @@ from __future__ import annotations
 
 
 class ClipscaleError(Exception):
-    """Base of all faults that are reported to the user. The message says what was found, what was wanted, what to do."""
+    """Base of all faults that are reported to the user. The message says what was found, wanted, and to do."""
 
     exit_code = 1
+    on_all_ranks = False  # set where every rank raises this same error, so that one of them may speak for all
 
 
 class ConfigError(ClipscaleError):

@@ -8,6 +8,7 @@ engine.step    norm, clipping, update, clamp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,8 +46,10 @@ def train_step(
     image = embed(engine, "image", *cut_images(images, image_chunk))
     result = contrastive_loss(image.features, text.features, image.log_scale.squeeze(0), world)
     loss = result.loss.item()
-    if loss != loss or abs(loss) == float("inf"):
-        raise DivergedError(f"the loss is {loss}. Lower optim.lr, lengthen optim.warmup, or set train.clip_norm")
+    if not math.isfinite(loss):
+        error = DivergedError(f"the loss is {loss}. Lower optim.lr, lengthen optim.warmup, or set train.clip_norm")
+        error.on_all_ranks = True  # the loss is the global batch's
+        raise error
     # A rank's backward carries W times its share of the gradient, so that the engine's mean over ranks is the whole.
     # The temperature's gradient is the whole already, on every rank: the mean leaves it as it is.
     replay(engine, text, result.d_text * world.size)

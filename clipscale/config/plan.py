@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clipscale.config.schema import Chunk, Config, Duration
@@ -47,10 +48,13 @@ def steps_of(duration: Duration, *, global_batch: int, num_samples: int, total_s
     return math.ceil(duration.fraction * total_steps)
 
 
-def make_plan(config: Config, world_size: int, num_samples: int) -> Plan:
-    """The plan for so many ranks and so many samples per epoch. Raises `ConfigError` with every contradiction."""
+def make_plan(config: Config, world_size: int, num_samples: int, faults: Sequence[str] = ()) -> Plan:
+    """The plan for so many ranks and so many samples per epoch.
+
+    Raises `ConfigError` with every contradiction; `faults` are those found beforehand by the parts that know the data.
+    """
     batch = config.train.global_batch
-    faults = _sharing_faults(config, world_size, num_samples)
+    faults = list(faults)
     total = 1
     if config.train.duration.fraction is not None:
         faults.append("train.duration: found a fraction, wanted steps, samples or epochs")
@@ -80,30 +84,6 @@ def make_plan(config: Config, world_size: int, num_samples: int) -> Plan:
         eval_every_steps=in_steps(config.train.eval_every),
         num_samples=num_samples,
     )
-
-
-def _sharing_faults(config: Config, world_size: int, num_samples: int) -> list[str]:
-    """Why these ranks cannot share out the batch and the streams."""
-    batch, streams = config.train.global_batch, config.data.streams
-    faults = []
-    if batch % world_size:
-        below, above = batch // world_size * world_size, -(-batch // world_size) * world_size
-        near = f"{below} or {above}" if below else f"{above}"
-        faults.append(
-            f"train.global_batch: {batch} cannot be shared equally by {world_size} ranks; the nearest usable: {near}"
-        )
-    if streams % world_size:
-        near = -(-streams // world_size) * world_size
-        faults.append(
-            f"data.streams: {streams} cannot be shared equally by {world_size} ranks; "
-            f"use --set data.streams={near} (this changes the order of the samples)"
-        )
-    if num_samples < max(batch, streams):
-        faults.append(
-            f"data.shards: {num_samples} samples found, fewer than one global batch of {batch} "
-            f"or one sample for each of {streams} streams; add data or lower train.global_batch and data.streams"
-        )
-    return faults
 
 
 def _chunk(chunk: Chunk, rank_batch: int) -> int:

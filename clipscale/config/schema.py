@@ -60,6 +60,7 @@ class Train:
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: towers under autocast; weights, features and loss stay fp32
     clip_norm: NonNegative = 1.0  # bound of the global gradient norm; 0 switches clipping off
     save_every: Duration | None = None  # a checkpoint is always written at the end
+    keep_checkpoints: Count = 3  # the newest ones; older ones are deleted
     eval_every: Duration | None = None  # the [[eval]] tables always run at the end
 
 

@@ -70,22 +70,20 @@ def _affine(image: Image.Image, rule: AffineAugment, size: int, rng: np.random.G
     """Shortest side fitted to `size`, turned, zoomed and shifted about the centre, white where nothing is left."""
     turn, zoom, across, down, flip = rng.random(5)
     angle = math.radians((2 * turn - 1) * rule.degrees)
-    pixels = (
-        min(image.size) / size / (rule.scale[0] + zoom * (rule.scale[1] - rule.scale[0]))
-    )  # source per target pixel
+    zoom = rule.scale[0] + zoom * (rule.scale[1] - rule.scale[0])
+    pixels = min(image.size) / size / zoom  # of the source, per pixel of the target
+    centre_x, centre_y = image.width / 2, image.height / 2
     if pixels > 1.5:  # the transform looks at 4 x 4 source pixels only: average first what it would skip
         factor = round(pixels)
-        image, pixels = image.reduce(factor), pixels / factor
-    x_x, x_y, y_x, y_y = (
-        pixels * part for part in (math.cos(angle), math.sin(angle), -math.sin(angle), math.cos(angle))
-    )
-    if flip < rule.flip:
-        x_x, y_x = -x_x, -y_x
+        image = image.reduce(factor)
+        pixels, centre_x, centre_y = pixels / factor, centre_x / factor, centre_y / factor
+    cos, sin = pixels * math.cos(angle), pixels * math.sin(angle)
+    sign = -1 if flip < rule.flip else 1
     # Target point -> source point: centre to centre, through the shift and the matrix.
     x = size / 2 + (2 * across - 1) * rule.translate * size
     y = size / 2 + (2 * down - 1) * rule.translate * size
     matrix = (
-        x_x, x_y, image.width / 2 - x_x * x - x_y * y,
-        y_x, y_y, image.height / 2 - y_x * x - y_y * y,
+        sign * cos, sin, centre_x - sign * cos * x - sin * y,
+        -sign * sin, cos, centre_y + sign * sin * x - cos * y,
     )  # fmt: skip
     return image.transform((size, size), Image.Transform.AFFINE, matrix, Resampling.BICUBIC, fillcolor=_WHITE)

@@ -81,8 +81,8 @@ def read_image(data: bytes, max_pixels: int, draft_side: int | None = None) -> I
             raise Unusable("too_large")
         if draft_side is not None:
             image.draft("RGB", (draft_side, draft_side))
-        turn = _turn(image)
         image.load()
+        turn = _turn(image)  # after the load: Pillow turns a TIFF itself, and a PNG may tell at its end
         return _on_white(image if turn is None else image.transpose(turn))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Unusable("too_large") from None

@@ -195,6 +195,8 @@ def _data_size(block: bytes, offset: int) -> int:
     """The size in a header, once its checksum has shown it to be one."""
     if not block:
         raise TarError(f"ends at byte {offset:,} without an end marker: it was cut, or is still being written")
+    if block[:2] == b"\x1f\x8b":
+        raise TarError("gzip-compressed: unpack it, a packed tar can only be read from its front")
     if len(block) < _BLOCK:
         raise TarError(f"cut inside a header, at byte {offset + len(block):,}")
     try:
@@ -205,8 +207,7 @@ def _data_size(block: bytes, offset: int) -> int:
             return int.from_bytes(block[125:136], "big")
         return int(block[124:136].strip(b"\0 ") or b"0", 8)
     except ValueError:
-        packed = " (it is gzip-compressed: unpack it)" if block[:2] == b"\x1f\x8b" else ""
-        raise TarError(f"no tar header at byte {offset:,}{packed}") from None
+        raise TarError(f"no tar header at byte {offset:,}") from None
 
 
 def _name(block: bytes) -> str:

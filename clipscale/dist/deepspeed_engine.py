@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from clipscale.dist.engine import set_rates
+from clipscale.dist.engine import Tower, set_rates
 from clipscale.dist.world import World
 from clipscale.errors import ConfigError
 
@@ -22,6 +23,8 @@ def _import_deepspeed(device: torch.device) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # DeepSpeed still calls these by their old names, once a step: nothing that a user could change.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import sets its own level
@@ -73,11 +76,11 @@ class DeepSpeedEngine:
         )
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         return self._engine.module
 
-    def forward(self, *inputs: Any) -> Any:
-        return self._engine(*inputs)
+    def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self._engine(tower, inputs)
 
     def backward(self, surrogate: Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)

@@ -7,7 +7,7 @@ The contract is documented once, at `Engine`. `PlainEngine` keeps everything on 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from clipscale.dist.world import World
 from clipscale.errors import ConfigError
+
+
+Tower = Literal["image", "text"]
 
 
 class Engine(Protocol):
@@ -28,12 +31,12 @@ class Engine(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def model(self) -> nn.Module:
-        """The bare model, for what needs no weights (text lengths) and for evaluation."""
+    def model(self) -> Any:
+        """The bare towers, for what needs no weights (text lengths, train and eval mode)."""
         ...
 
-    def forward(self, *inputs: Any) -> Any:
-        """The model's forward. Under ZeRO-3 this communicates: all ranks call it equally often."""
+    def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """-> (features [n, d], log scale [1]). Communicates under ZeRO-3: all ranks call it equally often."""
         ...
 
     def backward(self, surrogate: Tensor, *, last: bool) -> None:
@@ -84,8 +87,8 @@ class PlainEngine:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = _flat_gradients(self._parameters)
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.model(*inputs)
+    def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model(tower, inputs)
 
     def backward(self, surrogate: Tensor, *, last: bool) -> None:
         surrogate.backward()

@@ -1,4 +1,7 @@
-"""Starts local ranks as processes of their own and stays with them: when one dies, none is left behind."""
+"""Where a launcher placed this process, and our own launcher for the ranks of one machine. Imports no torch.
+
+It starts local ranks as processes of their own and stays with them: when one dies, none is left behind.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,33 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from clipscale.dist.world import STORE_VARIABLE
-
 _GRACE_S = 10.0
+STORE_VARIABLE = "CLIPSCALE_STORE"  # path of the file through which local ranks meet
+LIFELINE_VARIABLE = "CLIPSCALE_LIFELINE"  # descriptor of a pipe that ends when the launcher does
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a launcher placed this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+def seat_from_environment(env: Mapping[str, str]) -> Seat | None:
+    """The seat that torchrun, the deepspeed launcher, `srun` or our own launcher gave; None when started by hand."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return Seat(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
+    # Under a bare sbatch or salloc shell only SLURM_NTASKS is set; a step of several tasks means srun started us.
+    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return Seat(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"]))
+    return None
 
 
 def run_ranks(arguments: Sequence[str], ranks: int) -> int:
@@ -23,17 +47,42 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
     cores are shared out, since each rank would otherwise start a thread for every core.
     """
     with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
-        env = os.environ | {STORE_VARIABLE: str(Path(folder) / "store"), "WORLD_SIZE": str(ranks)}
+        reading, writing = os.pipe()
+        env = os.environ | {
+            STORE_VARIABLE: str(Path(folder) / "store"),
+            LIFELINE_VARIABLE: str(reading),
+            "WORLD_SIZE": str(ranks),
+        }
         env.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // ranks)))
         command = [sys.executable, "-m", "clipscale", *arguments]
         processes = [
             # A session of its own: Ctrl-C then comes from us alone, once, and not a second time from the terminal.
             subprocess.Popen(
-                command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True
+                command,
+                env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                start_new_session=True,
+                pass_fds=(reading,),
             )
             for rank in range(ranks)
         ]
-        return _stay_with(processes)
+        os.close(reading)
+        try:
+            return _stay_with(processes)
+        finally:
+            os.close(writing)
+
+
+def end_with_launcher() -> None:
+    """In a rank: makes this process end when its launcher is gone, even if that was killed outright."""
+    lifeline = os.environ.get(LIFELINE_VARIABLE)
+    if lifeline is None:
+        return
+
+    def wait() -> None:
+        os.read(int(lifeline), 1)  # nothing is ever written: this returns when the last writer has closed
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _usable_cores() -> int:
@@ -82,13 +131,15 @@ def _exit_code(code: int) -> int:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Asks those still running to stop, then insists."""
-    running = [process for process in processes if process.poll() is None]
-    for process in running:
-        process.terminate()
-    for process in running:
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    """Lets those still running finish their last words, then asks them to stop, then insists."""
+    for urge, patience_s in ((None, _GRACE_S / 4), (signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
+        running = [process for process in processes if process.poll() is None]
+        for process in running:
+            if urge is not None:
+                process.send_signal(urge)
+        deadline = None if patience_s is None else time.monotonic() + patience_s
+        for process in running:
+            try:
+                process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                continue

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from clipscale.errors import ConfigError, DistributedError
+from clipscale.dist.launch import STORE_VARIABLE, Seat, seat_from_environment
+from clipscale.errors import ClipscaleError, ConfigError, DistributedError
 
-STORE_VARIABLE = "CLIPSCALE_STORE"  # path of the file store through which local ranks meet; set by `launch`
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -57,24 +58,26 @@ class World:
             table = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
             raise DistributedError(f"the ranks disagree about {what}: {table}")
 
+    def together(self, what: str, work: Callable[[], Result]) -> Result:
+        """Communicates. Runs `work` on every rank; where one rank fails, all of them raise that rank's error.
 
-@dataclass(frozen=True)
-class Seat:
-    """Where a launcher placed this process."""
-
-    rank: int
-    size: int
-    local_rank: int
-
-
-def seat_from_environment(env: Mapping[str, str]) -> Seat | None:
-    """The seat that torchrun, the deepspeed launcher, `srun` or our own launcher gave; None when started by hand."""
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return Seat(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
-    # Under a bare sbatch or salloc shell only SLURM_NTASKS is set; a step of several tasks means srun started us.
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        return Seat(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"]))
-    return None
+        So that a fault which only one rank can see (a folder, a file, its own GPU) ends the run at once and in words,
+        instead of leaving the others to wait in their next collective.
+        """
+        result, fault = None, None
+        try:
+            result = work()
+        except ClipscaleError as error:
+            fault = error
+        faults = self.gather_objects(fault and (type(fault), str(fault)))
+        for rank, found in enumerate(faults):
+            if found is not None:
+                kind, message = found
+                everywhere = all(other == found for other in faults)
+                error = kind(message if everywhere else f"{what}, rank {rank}: {message}")
+                error.on_all_ranks = True
+                raise error from fault
+        return cast(Result, result)
 
 
 def _first_slurm_host(nodelist: str) -> str:

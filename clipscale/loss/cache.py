@@ -10,28 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-Tower = Literal["image", "text"]
-
-
-class Runs(Protocol):
-    """What the cache needs of an engine."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """-> (features [n, d], log scale [1])"""
-        ...
-
-    def backward(self, surrogate: Tensor, *, last: bool) -> None:
-        """Adds the gradients of `surrogate`; with `last` the ranks average what has gathered since the last step."""
-        ...
+from clipscale.dist.engine import Engine, Tower
 
 
 @dataclass(frozen=True)
@@ -94,7 +78,7 @@ def cut_texts(
     return rows, tuple(tokens[part, : int(lengths[part].max())] for part in rows)
 
 
-def embed(engine: Runs, tower: Tower, rows: Sequence[Tensor], inputs: Sequence[Tensor]) -> Embedded:
+def embed(engine: Engine, tower: Tower, rows: Sequence[Tensor], inputs: Sequence[Tensor]) -> Embedded:
     """Every chunk through its tower, no graph."""
     states, parts = [], []
     log_scale = torch.empty(0)
@@ -110,7 +94,7 @@ def embed(engine: Runs, tower: Tower, rows: Sequence[Tensor], inputs: Sequence[T
 
 
 def replay(
-    engine: Runs,
+    engine: Engine,
     embedded: Embedded,
     gradient: Float[Tensor, "n d"],
     *,

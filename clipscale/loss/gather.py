@@ -18,7 +18,6 @@ from torch import Tensor
 
 from clipscale.dist.world import World
 
-
 # torch 2.14 renamed the function and warns about the old name, which is the only one before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -10,14 +10,15 @@ import copy
 import dataclasses
 import difflib
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import open_clip
+import safetensors
+import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
@@ -27,10 +28,8 @@ from open_clip.transformer import TextTransformer
 from torch import Tensor, nn
 
 from clipscale.config.schema import Model
+from clipscale.dist.engine import Tower
 from clipscale.errors import ConfigError, DataError
-
-Tower = Literal["image", "text"]
-
 
 # ---- architecture -----------------------------------------------------------------------------------------------
 
@@ -226,6 +225,11 @@ def read_token_ids(path: Path) -> list[int]:
     return ids
 
 
+def clip_token_ids(caption: str) -> list[int]:
+    """The ids of CLIP's own byte-pair encoding, without start and end."""
+    return open_clip.tokenizer._tokenizer.encode(caption)
+
+
 class Tokenize:
     """Captions -> ids [n, L], padded with zeros, cut so that the end-of-text id stays the last. Picklable."""
 
@@ -320,6 +324,20 @@ def to_open_clip(
     return exported, {"model_cfg": dict(architecture), "preprocess_cfg": preprocess}
 
 
-def quiet_open_clip() -> None:
-    """open_clip and timm log every step of building a model; at training start that hides our own lines."""
-    logging.getLogger("timm").setLevel(logging.WARNING)
+def load_exported(folder: Path) -> tuple[Towers, dict[str, Any], int]:
+    """An open_clip model folder, ours or another's, as towers; -> (towers, architecture, image size)."""
+    try:
+        description = json.loads((folder / "open_clip_config.json").read_text())
+        architecture = description["model_cfg"]
+        weights = safetensors.torch.load_file(folder / "open_clip_model.safetensors")
+    except (OSError, json.JSONDecodeError, KeyError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"{folder} is no whole open_clip model folder: {error}") from error
+    towers = Towers(architecture, Model())
+    ours: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if name == "logit_scale":
+            ours["log_scale.value"] = tensor.reshape(1)
+        else:
+            ours[name if name.startswith(("visual.", "text.")) else f"text.{name}"] = tensor
+    towers.load_state_dict(ours)
+    return towers, architecture, image_size(architecture)

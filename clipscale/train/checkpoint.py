@@ -1,0 +1,127 @@
+"""The run folder: what is in it, how checkpoints come into being whole or not at all, and what a resume may change.
+
+resolved.toml     the whole configuration, defaults included
+run.json          command, versions, ranks
+metrics.jsonl     one object per step, one per evaluation
+checkpoints/step-00000100/   the engine's state and progress.json
+model/            the weights as an ordinary open_clip model folder
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+
+from clipscale.config.schema import Model
+from clipscale.dist.engine import Engine
+from clipscale.dist.world import World
+from clipscale.errors import ConfigError
+from clipscale.model.towers import to_open_clip
+
+
+_OWN_FILES = ("resolved.toml", "run.json", "metrics.jsonl", "checkpoints", "model")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, beside what its engine holds."""
+
+    step: int  # updates done
+    cursors: dict[int, int]  # of all streams
+    order: str  # signature of the data order the cursors belong to
+    model: dict[str, Any]  # the [model] table
+
+
+Resume = bool | Literal["auto"]  # auto: if there is something to resume
+
+
+def prepare(out: Path, *, resume: Resume) -> Path | None:
+    """Makes the run folder; -> the checkpoint to go on from, if any.
+
+    Raises `ConfigError` where that would mix two runs, or where there is nothing to resume.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out: {out} is a file, wanted a folder")
+    checkpoint = newest(out) if resume else None
+    if resume is True and checkpoint is None:
+        raise ConfigError(f"--resume: {out} holds no finished checkpoint; leave --resume out to start afresh")
+    # What a run that died before its first checkpoint leaves behind may be written over by `auto`.
+    foreign = [item.name for item in out.iterdir() if item.name not in _OWN_FILES or not resume] if out.is_dir() else []
+    if foreign and checkpoint is None:
+        raise ConfigError(f"--out: {out} is not empty; go on with --resume, or name another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    return checkpoint
+
+
+def newest(out: Path) -> Path | None:
+    """The checkpoint with the most steps; a folder gets its name only when it is complete."""
+    found = sorted((out / "checkpoints").glob("step-*"))
+    return found[-1] if found else None
+
+
+def save(out: Path, engine: Engine, progress: Progress, world: World, *, keep: int) -> None:
+    """Communicates. Writes a checkpoint beside the others under a provisional name, then names it, then thins out."""
+    folder = out / "checkpoints" / f"step-{progress.step:08d}"
+    provisional = out / "checkpoints" / f".writing-{folder.name}"
+    if world.is_main:
+        shutil.rmtree(provisional, ignore_errors=True)
+        provisional.mkdir(parents=True)
+    world.barrier("the start of a checkpoint")
+    engine.save(provisional)
+    world.barrier("the end of a checkpoint")
+    if world.is_main:
+        (provisional / "progress.json").write_text(json.dumps(asdict(progress)))
+        for file in provisional.rglob("*"):
+            if file.is_file():
+                _sync(file)
+        shutil.rmtree(folder, ignore_errors=True)
+        provisional.rename(folder)
+        _sync(folder.parent)
+        for old in sorted(folder.parent.glob("step-*"))[:-keep]:
+            shutil.rmtree(old)
+
+
+def _sync(path: Path) -> None:
+    """Waits until the disk holds it: a rename that survives a power cut must not name contents that did not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load(folder: Path, engine: Engine, *, order: str, model: Model) -> Progress:
+    """Communicates. Fills the engine. Raises `ConfigError` where this run is another one than the checkpoint's."""
+    saved = json.loads((folder / "progress.json").read_text())
+    cursors = {int(stream): cursor for stream, cursor in saved.pop("cursors").items()}
+    progress = Progress(cursors=cursors, **saved)
+    # Through JSON, as the saved one went: tuples are lists there.
+    if progress.model != json.loads(json.dumps(asdict(model))):
+        raise ConfigError(f"--resume: {folder} holds another model; found {progress.model}, wanted {asdict(model)}")
+    if progress.order != order:
+        raise ConfigError(
+            f"--resume: {folder} was trained in another order of samples. run.seed, data.streams, data.shuffle_block "
+            "and the shards must stay as they were"
+        )
+    engine.load(folder)
+    return progress
+
+
+def export(out: Path, engine: Engine, model: Model, architecture: dict[str, Any], world: World) -> None:
+    """Communicates under ZeRO-3. Writes `model/`: `open_clip.create_model('local-dir:OUT/model')` loads it."""
+    weights = engine.weights()
+    if not world.is_main:
+        return
+    tensors, description = to_open_clip(weights, model, architecture)
+    folder = out / "model"
+    folder.mkdir(exist_ok=True)
+    provisional = folder / ".writing"
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, provisional)
+    provisional.replace(folder / "open_clip_model.safetensors")
+    (folder / "open_clip_config.json").write_text(json.dumps(description, indent=2) + "\n")

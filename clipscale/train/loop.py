@@ -1,0 +1,207 @@
+"""A whole run: build, resume, step after step, save, evaluate, export."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import clipscale
+from clipscale.config.load import to_toml
+from clipscale.config.schema import Config
+from clipscale.data.loader import TrainLoader
+from clipscale.dist.world import World
+from clipscale.evaluate.run import ForwardEmbedder, evaluate
+from clipscale.step import train_step
+from clipscale.train import checkpoint
+from clipscale.train.build import Parts, build
+from clipscale.train.metrics import Display, MetricsFile
+
+_SLOW_DATA_SHARE = 0.3  # of the step's time spent waiting for data, from which on it is worth a word
+
+
+def train(config: Config, out: Path, world: World, console: Console, *, resume: checkpoint.Resume = False) -> None:
+    """Communicates. Runs the experiment into `out`, or goes on with what is there."""
+    # The main rank looks and makes the folder; the others would find it made.
+    found = world.together("run folder", lambda: checkpoint.prepare(out, resume=resume) if world.is_main else None)
+    folder = world.gather_objects(found)[0]
+    parts = build(config, world)
+    step, cursors = 0, parts.order.cursors_at(0)
+    if folder is not None:
+        progress = world.together(
+            "resume",
+            lambda: checkpoint.load(folder, parts.engine, order=parts.order.signature, model=config.model),
+        )
+        step, cursors = progress.step, progress.cursors
+    if world.is_main:
+        _describe(parts, out, world, console, step)
+    if step >= parts.plan.total_steps:
+        return
+    metrics = MetricsFile(out / "metrics.jsonl", from_step=step) if world.is_main else None
+    # What other ranks have to show is the same, so they show it to nobody.
+    watched = console if world.is_main else Console(quiet=True)
+    with Display(watched, total_steps=parts.plan.total_steps, step=step) as display:
+        try:
+            _steps(parts, out, world, display, metrics, step, cursors)
+        finally:
+            if metrics is not None:
+                metrics.close()
+
+
+def _steps(
+    parts: Parts,
+    out: Path,
+    world: World,
+    display: Display,
+    metrics: MetricsFile | None,
+    step: int,
+    cursors: dict[int, int],
+) -> None:
+    """The loop itself, from `step` to the plan's last."""
+    config, plan = parts.config, parts.plan
+    dropped: Counter[str] = Counter()
+    waits = _Waits()
+    with TrainLoader(
+        parts.index,
+        parts.order,
+        parts.decoder,
+        parts.tokenize,
+        global_batch=plan.global_batch,
+        rank=world.rank,
+        world_size=world.size,
+        workers=config.data.workers,
+        cursors=cursors,
+        start_step=step,
+        max_bad_fraction=config.data.max_bad_fraction,
+        pin_memory=world.device.type == "cuda",
+    ) as loader:
+        while step < plan.total_steps:
+            start = time.perf_counter()
+            batch = next(loader)
+            data_wait_s = time.perf_counter() - start
+            # Dropout and patch dropout depend on (seed, step, rank) alone, so a resumed run draws them alike.
+            torch.manual_seed((config.run.seed * 1_000_003 + step) * 65_537 + world.rank)
+            lr_factor = parts.lr_factor(step)
+            result = train_step(
+                parts.engine,
+                batch.images,
+                batch.tokens,
+                world,
+                image_chunk=plan.image_chunk,
+                text_chunk=plan.text_chunk,
+                lr_factor=lr_factor,
+            )
+            step += 1
+            cursors = cursors | batch.cursors
+            dropped.update(batch.dropped)
+            step_s = time.perf_counter() - start
+            if metrics is not None:
+                record = {
+                    "step": step,
+                    "loss": result.loss,
+                    "lr": config.optim.lr * lr_factor,
+                    "logit_scale": result.logit_scale,
+                    "grad_norm": result.grad_norm,
+                    "samples_per_s": plan.global_batch / step_s,
+                    "step_s": step_s,
+                    "data_wait_s": data_wait_s,
+                    "samples": step * plan.global_batch,
+                    "epoch": batch.epoch,
+                }
+                metrics.write(record)
+                display.show({**record, "eta_s": waits.note(step_s, data_wait_s) * (plan.total_steps - step)})
+                if warning := waits.warning(config.data.workers):
+                    display.say(warning)
+            last = step == plan.total_steps
+            if last or (plan.save_every_steps and step % plan.save_every_steps == 0):
+                _save(parts, out, world, step, cursors)
+            if last or (plan.eval_every_steps and step % plan.eval_every_steps == 0):
+                _evaluate(parts, world, display, metrics, step)
+    for reason, count in sum(map(Counter, world.gather_objects(dict(dropped))), Counter()).items():
+        display.say(f"dropped {count:,} samples: {reason}")
+
+
+def _save(parts: Parts, out: Path, world: World, step: int, cursors: dict[int, int]) -> None:
+    """Communicates: each rank knows how far its own streams are."""
+    everybodys: dict[int, int] = {}
+    for rank, theirs in enumerate(world.gather_objects(cursors)):
+        everybodys.update({stream: theirs[stream] for stream in parts.order.owned(rank, world.size)})
+    progress = checkpoint.Progress(step, everybodys, parts.order.signature, asdict(parts.config.model))
+    checkpoint.save(out, parts.engine, progress, world, keep=parts.config.train.keep_checkpoints)
+    checkpoint.export(out, parts.engine, parts.config.model, parts.architecture, world)
+
+
+def _evaluate(parts: Parts, world: World, display: Display, metrics: MetricsFile | None, step: int) -> None:
+    """Communicates. Every [[eval]] table, on all ranks together."""
+    embedder = ForwardEmbedder(parts.engine.forward, parts.tokenize, world.device)
+    parts.engine.model.eval()
+    for spec in parts.config.eval:
+        result = evaluate(spec, embedder, parts.decoder.size, world, workers=parts.config.data.workers)
+        if metrics is not None:
+            metrics.write({"step": step, "eval": spec.name, **result.as_dict()})
+            display.say(f"step {step}  {spec.name}: " + _short(result.as_dict()))
+    parts.engine.model.train()
+
+
+def _short(values: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items() if not name.startswith("chance"))
+
+
+class _Waits:
+    """How long steps take and how much of that is waiting for data."""
+
+    def __init__(self) -> None:
+        self._step_s = self._wait_s = 0.0
+        self._count = 0
+        self._warned = False
+
+    def note(self, step_s: float, wait_s: float) -> float:
+        """-> seconds per step, smoothed over about ten."""
+        weight = 0.1 if self._count else 1.0
+        self._step_s += weight * (step_s - self._step_s)
+        self._wait_s += weight * (wait_s - self._wait_s)
+        self._count += 1
+        return self._step_s
+
+    def warning(self, workers: int) -> str | None:
+        """Once, when data and not the towers set the pace."""
+        if self._warned or self._count < 20 or self._wait_s < _SLOW_DATA_SHARE * self._step_s:
+            return None
+        self._warned = True
+        share = self._wait_s / self._step_s
+        return (
+            f"the loader is the bottleneck: {share:.0%} of a step is waiting for data. "
+            f"Raise data.workers (now {workers} per rank), or store smaller images"
+        )
+
+
+def _describe(parts: Parts, out: Path, world: World, console: Console, step: int) -> None:
+    """Writes down what is being run, and says it."""
+    (out / "resolved.toml").write_text(to_toml(parts.config))
+    packages = ("torch", "open-clip-torch", "timm", "deepspeed", "webdataset")
+    run = {
+        "command": sys.argv,
+        "ranks": world.size,
+        "device": str(world.device),
+        "versions": {"clipscale": clipscale.__version__, **{name: version(name) for name in packages}},
+    }
+    (out / "run.json").write_text(json.dumps(run, indent=2) + "\n")
+    plan, config = parts.plan, parts.config
+    weights = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parts.engine.model.parameters())
+    engine = config.engine.kind if config.engine.kind == "plain" else f"deepspeed ZeRO-{config.engine.zero_stage}"
+    for line in (
+        parts.index.summary(),
+        f"{weights / 1e6:.1f} M parameters; {world.size} rank(s) on {world.device.type}, {engine}",
+        f"{plan.total_steps:,} steps of {plan.global_batch:,} pairs ({plan.epochs:.2f} epochs); per rank "
+        f"{plan.rank_batch:,} pairs in image chunks of {plan.image_chunk:,} and text chunks of {plan.text_chunk:,}",
+        *([f"going on after step {step:,}" if step < plan.total_steps else "finished already"] if step else []),
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
