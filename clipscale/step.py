@@ -10,14 +10,45 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from clipscale.dist.engine import Engine
 from clipscale.dist.world import World
 from clipscale.errors import DivergedError
-from clipscale.loss.cache import cut_images, cut_texts, embed, replay
-from clipscale.loss.contrastive import contrastive_loss
+from clipscale.loss.cache import Embedded, cut_images, cut_texts, embed, replay
+from clipscale.loss.gather import Gathering, start_gather
+from clipscale.loss.tiles import LossGradients
+
+
+class Loss(Protocol):
+    """The exact loss of the global batch. `build` makes one from `[loss]`."""
+
+    def __call__(
+        self,
+        image: Float[Tensor, "n d"],
+        text: Float[Tensor, "n d"] | Gathering,
+        scalars: Float[Tensor, "s"],
+        world: World,
+        concepts: Int[Tensor, "n"] | None,
+    ) -> LossGradients: ...
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """How a step is cut up. It bounds memory and sets the speed, and changes nothing else."""
+
+    image_chunk: int
+    text_chunk: int
+    keep_image_graphs: int = 0  # chunks whose graph stays from the embedding on
+    keep_text_graphs: int = 0
+    always_graph: bool = False  # see `embed`
+    gather_early: bool = True  # not for the ring, which never gathers
+    gather_dtype: torch.dtype | None = None
+    check_replay: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,30 +60,58 @@ class StepResult:
 
 def train_step(
     engine: Engine,
-    images: Tensor,
-    tokens: Tensor,
+    images: Shaped[Tensor, "n c h w"],
+    tokens: Shaped[Tensor, "n l"],
     world: World,
     *,
-    image_chunk: int,
-    text_chunk: int,
+    shape: StepShape,
+    loss: Loss,
     lr_factor: float,
+    concepts: Int[Tensor, "n"] | None = None,
 ) -> StepResult:
-    """Communicates. One step on this rank's images [n, 3, H, W] and token ids [n, L] of the global batch.
+    """Communicates. One step on this rank's uint8 images and token ids of the global batch; ranks hold equally many.
 
     Raises `DivergedError` on all ranks when the loss is not finite; the weights are then still the last good ones.
     """
-    # Text first: its features can travel while the images, which take longer, are still on their way.
-    text = embed(engine, "text", *cut_texts(tokens, engine.model.text_lengths(tokens), text_chunk))
-    image = embed(engine, "image", *cut_images(images, image_chunk))
-    result = contrastive_loss(image.features, text.features, image.log_scale.squeeze(0), world)
-    loss = result.loss.item()
+    rows = [len(tokens)] * world.size
+    texts = cut_texts(tokens, engine.model.text_lengths(tokens), shape.text_chunk)
+    text = embed(engine, "text", texts, keep=shape.keep_text_graphs, always_graph=shape.always_graph)
+    # Text first: its features travel while the images, which take longer, are still in their tower.
+    travelling = text.features
+    if shape.gather_early:
+        travelling = start_gather(text.features, world, rows=rows, dtype=shape.gather_dtype)
+    pictures = cut_images(images, shape.image_chunk)
+    image = embed(engine, "image", pictures, keep=shape.keep_image_graphs, always_graph=shape.always_graph)
+
+    result = loss(image.features, travelling, image.scalars, world, concepts)
+    _require_finite(result.loss.item())
+
+    # A rank's backward carries W times its share of the gradient, so that the engine's mean over ranks is the whole.
+    # The gradient of temperature and bias is the whole already, on every rank: the mean leaves it as it is.
+    gradients = [(text, result.d_text * world.size), (image, result.d_image * world.size)]
+    _replay_trained(engine, gradients, _d_scalars(result), check=shape.check_replay)
+    grad_norm = engine.step(lr_factor)
+    return StepResult(result.loss.item(), grad_norm, image.scalars[0].exp().item())
+
+
+def _replay_trained(
+    engine: Engine, gradients: list[tuple[Embedded, Tensor]], d_scalars: Float[Tensor, "s"], *, check: bool
+) -> None:
+    """Communicates. A locked tower has nothing to learn: it is not run again."""
+    trained = [pair for pair in gradients if engine.model.is_trained(pair[0].tower)]
+    for embedded, gradient in trained[:-1]:
+        replay(engine, embedded, gradient, check=check)
+    embedded, gradient = trained[-1]
+    replay(engine, embedded, gradient, d_scalars=d_scalars, check=check)
+
+
+def _d_scalars(result: LossGradients) -> Float[Tensor, "s"]:
+    both = [result.d_log_scale, result.d_bias]
+    return torch.stack([gradient for gradient in both if gradient is not None])
+
+
+def _require_finite(loss: float) -> None:
     if not math.isfinite(loss):
         error = DivergedError(f"the loss is {loss}. Lower optim.lr, lengthen optim.warmup, or set train.clip_norm")
         error.on_all_ranks = True  # the loss is the global batch's
         raise error
-    # A rank's backward carries W times its share of the gradient, so that the engine's mean over ranks is the whole.
-    # The temperature's gradient is the whole already, on every rank: the mean leaves it as it is.
-    replay(engine, text, result.d_text * world.size)
-    replay(engine, image, result.d_image * world.size, d_log_scale=result.d_log_scale)
-    grad_norm = engine.step(lr_factor)
-    return StepResult(loss, grad_norm, image.log_scale.exp().item())

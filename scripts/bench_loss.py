@@ -1,9 +1,9 @@
 """Time and memory of one loss with all its gradients: clipscale's tiles beside open_clip's ClipLoss under autograd.
 
 One process, fp32 features of unit length, the scale at its highest (100). Every measurement has a process of its own.
-Peak memory is what it holds at its worst beyond its inputs, gradients included: on the CPU resident memory as the kernel
-counts it (VmHWM, set back right before the call), on CUDA the allocator's count. Seconds are the median of the calls
-after one; where that one takes longer than all the others should, it is the only one.
+Peak memory is what it holds at its worst beyond its inputs, gradients included: on the CPU resident memory as the
+kernel counts it (VmHWM, set back right before the call), on CUDA the allocator's count. Seconds are the median of
+several calls, after one that measures memory; where that one is slow, it is the only one.
 
     python scripts/bench_loss.py --quick --json
     python scripts/bench_loss.py --plot loss.png

@@ -59,6 +59,8 @@ class Train:
     text_chunk: Chunk = 512  # captions per forward pass of the text tower, per rank
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: towers under autocast; weights, features and loss stay fp32
     clip_norm: NonNegative = 1.0  # bound of the global gradient norm; 0 switches clipping off
+    keep_graph_bytes: CountOrZero | Literal["auto"] = "auto"  # per rank, for graphs kept instead of built twice
+    check_replay: bool = False  # compare the features of both passes, chunk by chunk
     save_every: Duration | None = None  # a checkpoint is always written at the end
     keep_checkpoints: Count = 3  # the newest ones; older ones are deleted
     eval_every: Duration | None = None  # the [[eval]] tables always run at the end
@@ -83,6 +85,36 @@ class DeepSpeedEngine:
 
 
 Engine = Annotated[PlainEngine | DeepSpeedEngine, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class SoftmaxLoss:
+    """InfoNCE, as in CLIP (Radford et al. 2021)."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["softmax"]
+    init_temperature: Positive = 0.07  # the logit scale starts at its inverse
+    gather_dtype: Literal["fp32", "bf16"] = "fp32"  # what travels between ranks; bf16 rounds the features
+    ring: bool = False  # pass features round instead of holding all of them
+    budget_bytes: Count = 2**26  # for tiles of logits
+    concept: str = ""  # samples equal in this field (`json:concept`) are not each other's negatives
+
+
+@dataclass(frozen=True)
+class SigmoidLoss:
+    """Every pair on its own, as in SigLIP (Zhai et al. 2023), whose starting values these are."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["sigmoid"]
+    init_temperature: Positive = 0.1
+    init_bias: float = -10.0
+    gather_dtype: Literal["fp32", "bf16"] = "fp32"
+    ring: bool = False
+    budget_bytes: Count = 2**26
+    concept: str = ""
+
+
+Loss = Annotated[SoftmaxLoss | SigmoidLoss, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
@@ -188,8 +220,11 @@ class Model:
     text_cfg: dict[str, Any] = field(default_factory=dict)
     quick_gelu: bool | None = None
     token_ids: str = ""  # JSON list of the token ids that occur; only these rows of the token table are trained
-    init_temperature: Positive = 0.07  # the logit scale starts at its inverse
+    pretrained: str = ""  # open_clip weights to start from: a file, or a folder as in RUN/model
+    lock: tuple[Literal["image", "text"], ...] = ()  # towers that stay as they are (LiT: the image tower)
     activation_checkpointing: bool = False
+    compile: bool = False  # torch.compile on both towers
+    freeze_batch_norm: bool = False  # keep BatchNorm layers at their statistics; without it they are refused
 
 
 @dataclass(frozen=True)
@@ -229,4 +264,5 @@ class Config:
     optim: Optim
     run: Run = Run()
     engine: Engine = field(default_factory=lambda: PlainEngine("plain"))
+    loss: Loss = field(default_factory=lambda: SoftmaxLoss("softmax"))
     eval: tuple[Eval, ...] = ()

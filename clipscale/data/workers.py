@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import signal
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -37,8 +39,8 @@ class Workers(Iterator[Item]):
     """The items of `num_workers` processes in turn: one of worker 0, one of worker 1, ..., again one of worker 0, ...
 
     With 0 they are made in this process. Iterating raises `DataError` for whatever a worker raised, at the place of the
-    item that it should have been, and for a worker that died. `close` ends the processes; they also end, within
-    seconds, when this process is gone.
+    item that it should have been, and for a worker that died. `close` ends the processes; they also end when this
+    process is gone, however it went.
     """
 
     def __init__(self, work: Work[Item], num_workers: int) -> None:
@@ -92,18 +94,20 @@ def _start(work: Work[Any], num_workers: int) -> Iterator[Any]:
     # imports torch once (2 s), and then forks every worker in a moment.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "clipscale.data.loader"])
-    return iter(
-        DataLoader(
-            _Guarded(work),
-            batch_size=None,
-            collate_fn=_unchanged,
-            num_workers=num_workers,
-            prefetch_factor=_PREFETCH,
-            worker_init_fn=_settle,
-            multiprocessing_context=context,
-            generator=torch.Generator(),  # it draws a seed, but not from the generator that the model draws from
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # how many is the user's choice
+        return iter(
+            DataLoader(
+                _Guarded(work),
+                batch_size=None,
+                collate_fn=_unchanged,
+                num_workers=num_workers,
+                prefetch_factor=_PREFETCH,
+                worker_init_fn=_settle,
+                multiprocessing_context=context,
+                generator=torch.Generator(),  # it draws a seed, but not from the generator that the model draws from
+            )
         )
-    )
 
 
 def _unchanged(item: Any) -> Any:
@@ -111,8 +115,17 @@ def _unchanged(item: Any) -> Any:
 
 
 def _settle(_worker: int) -> None:
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's own process decides, and ends us
     warnings.filterwarnings("ignore", module="PIL")  # of odd files; those that matter are dropped and counted
+
+
+def _end_with_the_run() -> None:
+    # The DataLoader's own watch is on the fork server, which in turn lives for as long as a worker does.
+    run = multiprocessing.parent_process()
+    assert run is not None
+    run.join()
+    os._exit(1)
 
 
 def check_shared_memory(item_bytes: int) -> None:

@@ -85,6 +85,10 @@ class DeepSpeedEngine:
     def backward(self, surrogate: Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(surrogate, scale_wrt_gas=False)
+        if self._zero_stage and not last:
+            # DeepSpeed counts backwards in the forward that follows. Kept graphs have none between them, and under
+            # stage 3 the second would then overwrite the first one's gradients.
+            self._engine.optimizer.clear_backward_seen_flag()
 
     def step(self, lr_factor: float) -> float:
         set_rates(self._engine.optimizer, lr_factor)

@@ -52,6 +52,7 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
             STORE_VARIABLE: str(Path(folder) / "store"),
             LIFELINE_VARIABLE: str(reading),
             "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
         }
         env.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // ranks)))
         command = [sys.executable, "-m", "clipscale", *arguments]

@@ -176,6 +176,7 @@ def share_features(
     if rows is None:
         known = next((x.rows for x in (image, text) if isinstance(x, Gathering)), None)
         rows = known or exchange_rows(len(parts[0]), world)
+    assert min(rows) > 0, f"a rank without rows has no part in a loss: {rows}"
     if ring:
         assert not any(isinstance(x, Gathering) for x in (image, text)), "a ring takes features, not a begun gather"
         own_image, own_text = (x.detach().to(gather_dtype or x.dtype) for x in parts)

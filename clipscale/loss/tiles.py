@@ -21,7 +21,7 @@ from clipscale.loss.gather import Batch
 
 IMAGE, TEXT = 0, 1  # the two sides of a pair; the other side of `side` is `1 - side`
 DEFAULT_BUDGET_BYTES = 256 * 2**20
-_CPU_TILE_ELEMENTS = 2**19  # 2 MB of float32: what stays in the cache makes the passes over a tile almost free
+_CPU_TILE_ELEMENTS = 2**20  # 4 MB of float32: large enough for two threads to share, small enough for the cache
 _BUFFERS = 4  # logits and weights, and as much again for temporaries inside torch.logsumexp
 
 

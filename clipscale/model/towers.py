@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,9 +26,10 @@ import torch.nn.functional as F
 from open_clip.model import CLIPTextCfg, CLIPVisionCfg, CustomTextCLIP
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transformer import TextTransformer
+from timm.layers.norm_act import freeze_batch_norm_2d
 from torch import Tensor, nn
 
-from clipscale.config.schema import Model
+from clipscale.config.schema import Loss, Model, SigmoidLoss, SoftmaxLoss
 from clipscale.dist.engine import Tower
 from clipscale.errors import ConfigError, DataError
 
@@ -97,19 +99,21 @@ def image_size(architecture: Mapping[str, Any]) -> int:
 # ---- towers -----------------------------------------------------------------------------------------------------
 
 
-class LogScale(nn.Module):
-    """The logarithm of the inverse temperature, shape [1]: DeepSpeed cannot hold 0-dim parameters.
+class LogitScaling(nn.Module):
+    """The logarithm of the inverse temperature and, for the sigmoid loss, the bias; of shape [1], not [].
 
-    A module of its own, so that ZeRO-3 gathers it by the usual hooks; its forward returns a fresh tensor, which
-    outlives the gathering.
+    DeepSpeed cannot hold 0-dim parameters. A module of its own, so that ZeRO-3 gathers both by the usual hooks; its
+    forward returns a fresh tensor, which outlives the gathering.
     """
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, loss: Loss) -> None:
         super().__init__()
-        self.value = nn.Parameter(torch.tensor([value]))
+        self.log_scale = nn.Parameter(torch.tensor([math.log(1 / loss.init_temperature)]))
+        self.bias = nn.Parameter(torch.tensor([loss.init_bias])) if isinstance(loss, SigmoidLoss) else None
 
     def forward(self) -> Tensor:
-        return self.value * 1.0
+        """-> [1] or [2]"""
+        return torch.cat([self.log_scale] if self.bias is None else [self.log_scale, self.bias])
 
 
 class Towers(nn.Module):
@@ -123,11 +127,11 @@ class Towers(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, architecture: Mapping[str, Any], model: Model, *, bf16: bool = False) -> None:
+    def __init__(self, architecture: Mapping[str, Any], model: Model, loss: Loss, *, bf16: bool = False) -> None:
         super().__init__()
         clip = _build(architecture)
         self.visual, self.text = clip.visual, clip.text
-        self.log_scale = LogScale(math.log(1 / model.init_temperature))
+        self.logits = LogitScaling(loss)
         self.bf16 = bf16
         # Shape [3, 1, 1], so that they broadcast over [n, 3, H, W].
         self.register_buffer("mean", torch.tensor(open_clip.OPENAI_DATASET_MEAN).view(3, 1, 1), persistent=False)
@@ -135,13 +139,26 @@ class Towers(nn.Module):
         if model.activation_checkpointing:
             self.visual.set_grad_checkpointing(True)
             self.text.set_grad_checkpointing(True)
+        if model.freeze_batch_norm:
+            self.visual = freeze_batch_norm_2d(self.visual)
         _refuse_batch_norm(self)
+        for tower in model.lock:
+            self._tower(tower).requires_grad_(False)
+        if model.compile:
+            self.visual.compile()
+            self.text.compile(dynamic=True)  # captions are trimmed to many lengths
+
+    def _tower(self, tower: Tower) -> Any:
+        return self.visual if tower == "image" else self.text
+
+    def is_trained(self, tower: Tower) -> bool:
+        return any(parameter.requires_grad for parameter in self._tower(tower).parameters())
 
     def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 images [n, 3, H, W] or token ids [n, L] -> (features [n, d], log scale [1])."""
+        """uint8 images [n, 3, H, W] or token ids [n, L] -> (features [n, d], log scale and maybe bias [1 or 2])."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
             features = self._see(inputs) if tower == "image" else self._read(inputs)
-        return F.normalize(features.float(), dim=-1), self.log_scale()
+        return F.normalize(features.float(), dim=-1), self.logits()
 
     def _see(self, images: Tensor) -> Tensor:
         return self.visual((images.float() / 255 - self.mean) / self.std)
@@ -190,17 +207,47 @@ def _refuse_batch_norm(towers: nn.Module) -> None:
     if found:
         raise ConfigError(
             f"the model has {len(found)} BatchNorm layers (the first: {found[0]}). Their statistics would depend on "
-            "the chunk, not on the batch. Choose a network with LayerNorm or GroupNorm."
+            "the chunk, not on the batch. Choose a network with LayerNorm or GroupNorm, or set model.freeze_batch_norm."
         )
 
 
-def build_towers(model: Model, *, bf16: bool = False) -> tuple[Towers, dict[str, Any]]:
+def build_towers(model: Model, loss: Loss, *, bf16: bool = False) -> tuple[Towers, dict[str, Any]]:
     """The towers and their architecture, with the token table cut to `model.token_ids` where given."""
     architecture = resolve_architecture(model)
     cut = copy.deepcopy(architecture)
     if model.token_ids:
         cut["text_cfg"]["vocab_size"] = len(read_token_ids(Path(model.token_ids)))
-    return Towers(cut, model, bf16=bf16), architecture
+    if set(model.lock) == {"image", "text"}:
+        raise ConfigError("model.lock: both towers are locked, so there is nothing to train; unlock one")
+    towers = Towers(cut, model, loss, bf16=bf16)
+    if model.pretrained:
+        _load_pretrained(towers, model)
+    return towers, architecture
+
+
+def _load_pretrained(towers: Towers, model: Model) -> None:
+    path = Path(model.pretrained)
+    if path.is_dir():
+        path = path / "open_clip_model.safetensors"
+    if not path.is_file():
+        raise ConfigError(f"model.pretrained: no file at {path}")
+    try:
+        weights: Any = open_clip.factory.load_state_dict(str(path), weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"model.pretrained: {path} cannot be read as weights: {error}") from error
+    ours = _from_open_clip(weights)
+    table = "text.token_embedding.weight"
+    if model.token_ids and table in ours:
+        ours[table] = ours[table][read_token_ids(Path(model.token_ids))]
+    own_bias = towers.logits.bias
+    if own_bias is not None:
+        ours.setdefault("logits.bias", own_bias.detach())  # a CLIP model has none to give
+    else:
+        ours.pop("logits.bias", None)
+    try:
+        towers.load_state_dict(ours)
+    except RuntimeError as error:
+        raise ConfigError(f"model.pretrained: {path} holds another model: {error}") from error
 
 
 # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -290,7 +337,24 @@ def _tokenizer(text_cfg: Mapping[str, Any], context_length: int) -> Any:
         ) from error
 
 
-# ---- export -----------------------------------------------------------------------------------------------------
+# ---- open_clip's names ------------------------------------------------------------------------------------------
+
+
+_SCALARS = {"logits.log_scale": "logit_scale", "logits.bias": "logit_bias"}
+
+
+def _from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """open_clip's names -> ours, without what data parallelism and torch.compile put before them."""
+    ours: dict[str, Tensor] = {}
+    scalars = {theirs: name for name, theirs in _SCALARS.items()}
+    for name, tensor in weights.items():
+        while name.startswith(("module.", "_orig_mod.")):
+            name = name.partition(".")[2]
+        if name in scalars:
+            ours[scalars[name]] = tensor.reshape(1)
+        else:
+            ours[name if name.startswith(("visual.", "text.")) else f"text.{name}"] = tensor
+    return ours
 
 
 def to_open_clip(
@@ -305,8 +369,8 @@ def to_open_clip(
     exported: dict[str, Tensor] = {}
     own_text = architecture.get("custom_text", False) or "hf_model_name" in architecture["text_cfg"]
     for name, tensor in weights.items():
-        if name == "log_scale.value":
-            exported["logit_scale"] = tensor.reshape(())
+        if name in _SCALARS:
+            exported[_SCALARS[name]] = tensor.reshape(())
             continue
         if name == "text.token_embedding.weight" and model.token_ids:
             ids = read_token_ids(Path(model.token_ids))
@@ -314,6 +378,11 @@ def to_open_clip(
             full[ids] = tensor
             tensor = full
         exported[name if own_text else name.removeprefix("text.")] = tensor
+        if name.endswith(".running_var"):  # a frozen BatchNorm does not count, an ordinary one does
+            exported.setdefault(name.replace("running_var", "num_batches_tracked"), torch.tensor(0))
+    described = dict(architecture)
+    if "logit_bias" in exported:
+        described["init_logit_bias"] = exported["logit_bias"].item()  # without it open_clip builds no bias
     preprocess = {
         "size": image_size(architecture),
         "mean": list(open_clip.OPENAI_DATASET_MEAN),
@@ -321,7 +390,7 @@ def to_open_clip(
         "interpolation": "bicubic",
         "resize_mode": "shortest",
     }
-    return exported, {"model_cfg": dict(architecture), "preprocess_cfg": preprocess}
+    return exported, {"model_cfg": described, "preprocess_cfg": preprocess}
 
 
 def load_exported(folder: Path) -> tuple[Towers, dict[str, Any], int]:
@@ -332,12 +401,7 @@ def load_exported(folder: Path) -> tuple[Towers, dict[str, Any], int]:
         weights = safetensors.torch.load_file(folder / "open_clip_model.safetensors")
     except (OSError, json.JSONDecodeError, KeyError, safetensors.SafetensorError) as error:
         raise ConfigError(f"{folder} is no whole open_clip model folder: {error}") from error
-    towers = Towers(architecture, Model())
-    ours: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        if name == "logit_scale":
-            ours["log_scale.value"] = tensor.reshape(1)
-        else:
-            ours[name if name.startswith(("visual.", "text.")) else f"text.{name}"] = tensor
-    towers.load_state_dict(ours)
+    has_bias = "logit_bias" in weights
+    towers = Towers(architecture, Model(), SigmoidLoss("sigmoid") if has_bias else SoftmaxLoss("softmax"))
+    towers.load_state_dict(_from_open_clip(weights))
     return towers, architecture, image_size(architecture)

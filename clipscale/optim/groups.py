@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-LOG_SCALE = "log_scale.value"
+LOG_SCALE = "logits.log_scale"
 LOG_SCALE_BOUNDS = (0.0, math.log(100))  # a logit scale of 1 to 100, as in Radford et al. 2021, section 2.5
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from clipscale.config import schema
 from clipscale.config.plan import Plan, make_plan
 from clipscale.config.schema import Config, DeepSpeedEngine, PlainEngine
 from clipscale.data import assign
@@ -15,9 +17,13 @@ from clipscale.data.index import ShardIndex
 from clipscale.data.tar import expand_shards
 from clipscale.dist import engine as engines
 from clipscale.dist.world import World
+from clipscale.loss.contrastive import contrastive_loss
+from clipscale.loss.sigmoid import sigmoid_loss
+from clipscale.loss.tiles import LossGradients
 from clipscale.model.towers import Tokenize, build_towers, image_size
 from clipscale.optim.groups import clamp_after_step, parameter_groups
 from clipscale.optim.schedule import warmup_cosine
+from clipscale.step import Loss, StepShape
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Parts:
     tokenize: Tokenize
     architecture: dict[str, Any]
     engine: engines.Engine
+    loss: Loss
+    shape: StepShape
 
     def lr_factor(self, step: int) -> float:
         return warmup_cosine(
@@ -49,7 +57,7 @@ def build(config: Config, world: World) -> Parts:
     order = assign.Order(index.counts, config.run.seed, config.data.streams, config.data.shuffle_block)
     torch.manual_seed(config.run.seed)  # every rank draws the same first weights
     towers, architecture = world.together(
-        "model", lambda: build_towers(config.model, bf16=config.train.precision == "bf16")
+        "model", lambda: build_towers(config.model, config.loss, bf16=config.train.precision == "bf16")
     )
     decoder = Decoder(
         image_size(architecture),
@@ -63,7 +71,37 @@ def build(config: Config, world: World) -> Parts:
     towers.to(world.device)
     optimizer = _optimizer(config, towers)
     engine = _engine(config, plan, towers, optimizer, world)
-    return Parts(config, plan, index, order, decoder, tokenize, architecture, engine)
+    shape = StepShape(
+        plan.image_chunk,
+        plan.text_chunk,
+        always_graph=config.model.compile,
+        gather_early=not config.loss.ring,
+        gather_dtype=_gather_dtype(config.loss),
+        check_replay=config.train.check_replay,
+    )
+    return Parts(config, plan, index, order, decoder, tokenize, architecture, engine, _loss(config.loss), shape)
+
+
+def _gather_dtype(loss: schema.Loss) -> torch.dtype | None:
+    return torch.bfloat16 if loss.gather_dtype == "bf16" else None
+
+
+def _loss(loss: schema.Loss) -> Loss:
+    options: dict[str, Any] = {
+        "ring": loss.ring,
+        "budget_bytes": loss.budget_bytes,
+        "gather_dtype": _gather_dtype(loss),
+    }
+
+    def softmax(image: Any, text: Any, scalars: Tensor, world: World, concepts: Tensor | None) -> LossGradients:
+        rows = [len(image)] * world.size
+        return contrastive_loss(image, text, scalars[0], world, rows=rows, concepts=concepts, **options)
+
+    def sigmoid(image: Any, text: Any, scalars: Tensor, world: World, concepts: Tensor | None) -> LossGradients:
+        rows = [len(image)] * world.size
+        return sigmoid_loss(image, text, scalars[0], scalars[1], world, rows=rows, concepts=concepts, **options)
+
+    return softmax if loss.kind == "softmax" else sigmoid
 
 
 def _plan(config: Config, world: World) -> tuple[ShardIndex, Plan]:

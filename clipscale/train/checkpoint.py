@@ -24,7 +24,6 @@ from clipscale.dist.world import World
 from clipscale.errors import ConfigError
 from clipscale.model.towers import to_open_clip
 
-
 _OWN_FILES = ("resolved.toml", "run.json", "metrics.jsonl", "checkpoints", "model")
 
 

@@ -21,7 +21,7 @@ from clipscale.data.loader import TrainLoader
 from clipscale.dist.world import World
 from clipscale.evaluate.run import ForwardEmbedder, evaluate
 from clipscale.step import train_step
-from clipscale.train import checkpoint
+from clipscale.train import checkpoint, memory
 from clipscale.train.build import Parts, build
 from clipscale.train.metrics import Display, MetricsFile
 
@@ -66,7 +66,7 @@ def _steps(
     cursors: dict[int, int],
 ) -> None:
     """The loop itself, from `step` to the plan's last."""
-    config, plan = parts.config, parts.plan
+    config, plan, shape = parts.config, parts.plan, parts.shape
     dropped: Counter[str] = Counter()
     waits = _Waits()
     with TrainLoader(
@@ -95,11 +95,13 @@ def _steps(
                 batch.images,
                 batch.tokens,
                 world,
-                image_chunk=plan.image_chunk,
-                text_chunk=plan.text_chunk,
+                shape=shape,
+                loss=parts.loss,
                 lr_factor=lr_factor,
             )
             step += 1
+            if shape is parts.shape:  # the first step showed how much memory one takes: what is left may hold graphs
+                shape = memory.keep_graphs(shape, parts, batch, world)
             cursors = cursors | batch.cursors
             dropped.update(batch.dropped)
             step_s = time.perf_counter() - start

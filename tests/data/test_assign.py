@@ -79,7 +79,7 @@ def test_fresh_cursors_count_the_slots_that_are_filled(order: Order, slot: int) 
     assert order.cursors_at(slot) == {s: sum(g % order.streams == s for g in range(slot)) for s in range(order.streams)}
 
 
-@properties
+@settings(properties, max_examples=40)
 @given(orders)
 def test_epochs_and_seeds_differ_and_runs_do_not(order: Order) -> None:
     assume(order.num_samples >= 30)

@@ -26,7 +26,7 @@ _PRELOAD = [
     "torch._dynamo",
     "deepspeed.runtime.zero.stage_1_and_2",
     "deepspeed.runtime.zero.stage3",
-    "clipscale.dist.world",
+    "clipscale.train.loop",  # and with it open_clip and timm
 ]
 # Read when the server starts: DeepSpeed must not look for a GPU, and torch must not use one that is there.
 _ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,77 @@
+"""The gradient of every parameter, as each engine applies it, against autograd on the undivided batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+from tests.train.problem import NUM_PAIRS, Case, assert_equal, autograd, measure_all
+
+STAGES = ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+
+
+def cut(engine: str = "plain", image_chunk: int = 5, text_chunk: int = 3, **options: object) -> Case:
+    return Case(engine, image_chunk, text_chunk, **options)  # pyright: ignore[reportArgumentType]
+
+
+def cases(size: int) -> list[Case]:
+    rank_pairs = NUM_PAIRS // size
+    whole, ragged = Case(), cut(image_chunk=rank_pairs - 1, text_chunk=rank_pairs // 2 + 1)
+    chunks = [whole, cut(image_chunk=1, text_chunk=rank_pairs), cut(image_chunk=rank_pairs, text_chunk=1), cut(), ragged]
+    engines = [cut(stage, image_chunk=3) for stage in STAGES]
+    keeping = [cut(stage, 3, 3, keep_image_graphs=2, keep_text_graphs=1) for stage in ("plain", *STAGES)]
+    kinds = [cut(loss="sigmoid"), cut("ZeRO-2", 3, 3, loss="sigmoid"), cut(activation_checkpointing=True)]
+    clipped = [cut(engine, clip_norm=0.1) for engine in ("plain", *STAGES)]
+    plain = chunks + engines + keeping + kinds + clipped
+    dropped = [replace(case, patch_dropout=0.5) for case in chunks + engines + keeping[:1] + keeping[-1:] + kinds[-1:]]
+    return plain + dropped
+
+
+@cache
+def wanted(case: Case, size: int) -> object:
+    return autograd(case, size)
+
+
+def answer_for(case: Case, size: int) -> object:
+    """The oracle knows nothing of engines, and of chunks only what random numbers need."""
+    bare = Case(image_chunk=case.image_chunk if case.patch_dropout else NUM_PAIRS)
+    kept = {"loss": case.loss, "patch_dropout": case.patch_dropout, "clip_norm": case.clip_norm}
+    return wanted(replace(bare, **kept), size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gradients_equal_autograd(size: int) -> None:
+    problems = cases(size)
+    faults = []
+    for rank, answers in enumerate(run_ranks(size, measure_all, problems, timeout_s=120)):
+        for case, found in zip(problems, answers, strict=True):
+            try:
+                assert_equal(found, answer_for(case, size))
+            except AssertionError as error:
+                faults.append(f"rank {rank}, {case}: {error}")
+    assert not faults, "\n".join(faults)
+
+
+PLANTS = {
+    "no world factor": [cut(), cut("ZeRO-2", 3)],
+    "scale gradient once per chunk": [cut()],
+    "random state not restored": [cut(patch_dropout=0.5), cut("ZeRO-3", patch_dropout=0.5)],
+    "every chunk a boundary": [cut("ZeRO-2", 3)],
+    "boundary never set": [cut("ZeRO-2", 3)],
+    "old gradients stay in stage 3": [cut("ZeRO-3", 3)],
+    "DeepSpeed's own clipping": [cut("ZeRO-1", 3)],
+    "no averaging over ranks": [cut()],
+    "features in the order of chunks": [cut()],
+}
+
+
+def test_teeth_every_planted_fault_is_seen() -> None:
+    problems = [replace(case, bug=bug) for bug, bitten in PLANTS.items() for case in bitten]
+    answers = run_ranks(2, measure_all, problems, timeout_s=120)[0]
+    for case, found in zip(problems, answers, strict=True):
+        with pytest.raises(AssertionError, match="relative errors"):
+            assert_equal(found, answer_for(case, 2))
+            pytest.fail(f"not seen: {case}")
