@@ -2,8 +2,8 @@
 
 One process, fp32 features of unit length, the scale at its highest (100). Every measurement has a process of its own.
 Peak memory is what it holds at its worst beyond its inputs, gradients included: on the CPU resident memory as the
-kernel counts it (VmHWM, set back right before the call), on CUDA the allocator's count. Seconds are the median of
-several calls, after one that measures memory; where that one is slow, it is the only one.
+kernel counts it (VmHWM, set back right before the call; Linux with glibc), on CUDA the allocator's count. Seconds are
+the median of several calls, after one that measures memory; where that one is slow, it is the only one.
 
     python scripts/bench_loss.py --quick --json
     python scripts/bench_loss.py --plot loss.png
@@ -12,6 +12,7 @@ several calls, after one that measures memory; where that one is slow, it is the
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import time
@@ -88,6 +89,7 @@ def peak_of(call: Callable[[], object], device: str) -> tuple[float, float]:
         before = torch.cuda.memory_allocated()
         seconds = seconds_of(call, device)
         return (torch.cuda.max_memory_allocated() - before) / MB, seconds
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what is free but resident would be used uncounted
     Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to what is resident now
     before = resident("VmRSS")
     seconds = seconds_of(call, device)

@@ -44,6 +44,8 @@ def load_config(path: Path, settings: Sequence[str] = ()) -> Config:
             keys, value = _parse_setting(setting)
             _apply(tree, keys, value)
             sources[".".join(keys)] = f"--set {setting}"
+            for depth in range(1, len(keys)):  # a table that only this setting made
+                sources.setdefault(".".join(keys[:depth]), f"--set {setting}")
         except ConfigError as error:
             faults.append(str(error))
     try:
@@ -157,6 +159,8 @@ _WANTED = {
     "dataclass_type": "a table",
     "dict_type": "a table",
     "tuple_type": "a list",
+    "missing": "a longer list",
+    "too_long": "a shorter list",
 }
 
 
@@ -167,20 +171,22 @@ def _describe_all(error: pydantic.ValidationError, sources: Mapping[str, str], f
         keys = _key_path(fault["loc"], unknown=fault["type"] == "unexpected_keyword_argument")
         path = ".".join(keys)
         place = f"{path} ({_source(path, sources, file)})"
-        if fault["type"] == "missing":
+        if fault["type"] == "missing" and isinstance(fault["loc"][-1], str):
             lines[path] = f"{path} is missing in {file}"
         elif fault["type"] == "unexpected_keyword_argument":
             lines[path] = f"{place}: unknown key{_did_you_mean(keys)}"
         elif fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
             kinds = ", ".join(str(_kind_of(member)) for member in _members(_annotation(keys)))
-            found = fault.get("ctx", {}).get("tag", "no kind")
-            lines[path] = f"{place}: found kind {found!r}, wanted one of {kinds}"
+            found = f"kind {fault['ctx']['tag']!r}" if "tag" in fault["ctx"] else "no kind"
+            lines[path] = f"{place}: found {found}, wanted one of {kinds}"
         elif fault["type"] == "value_error":  # our own words, from a __post_init__
             lines[path] = f"{place}: {fault['msg'].removeprefix('Value error, ')}"
         else:
             wanted = _WANTED.get(fault["type"], fault["msg"].removeprefix("Input should be "))
-            start = lines[path] + " or" if path in lines else f"{place}: found {fault['input']!r}, wanted"
-            lines[path] = f"{start} {wanted}"
+            if path not in lines:
+                lines[path] = f"{place}: found {fault['input']!r}, wanted {wanted}"
+            elif not lines[path].endswith(wanted):
+                lines[path] += f" or {wanted}"
     return list(lines.values())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from clipscale.config.schema import Chunk, Config, Duration
 from clipscale.errors import ConfigError
@@ -39,13 +40,18 @@ def steps_of(duration: Duration, *, global_batch: int, num_samples: int, total_s
     if duration.steps is not None:
         return duration.steps
     if duration.samples is not None:
-        return math.ceil(duration.samples / global_batch)
+        return math.ceil(Fraction(duration.samples, global_batch))
     if duration.epochs is not None:
-        return math.ceil(duration.epochs * num_samples / global_batch)
+        return math.ceil(_as_written(duration.epochs) * num_samples / global_batch)
     assert duration.fraction is not None
     if total_steps is None:
         raise ConfigError("train.duration: a fraction of what? wanted steps, samples or epochs")
-    return math.ceil(duration.fraction * total_steps)
+    return math.ceil(_as_written(duration.fraction) * total_steps)
+
+
+def _as_written(number: float) -> Fraction:
+    """0.07 is seven hundredths: as a float it is a little more, and 7% of 100 steps would be 8."""
+    return Fraction(str(number))
 
 
 def make_plan(config: Config, world_size: int, num_samples: int, faults: Sequence[str] = ()) -> Plan:

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from clipscale.dist.world import World
 from clipscale.loss.gather import Batch, Gathering, gather_rows, share_features
-from clipscale.loss.tiles import DEFAULT_BUDGET_BYTES, LogitTiles, LossGradients, exact_arithmetic, sum_over_ranks
+from clipscale.loss.tiles import (
+    DEFAULT_BUDGET_BYTES,
+    LogitTiles,
+    LossGradients,
+    exact_arithmetic,
+    row_dots,
+    sum_over_ranks,
+)
 
 
 def contrastive_loss(
@@ -55,7 +62,7 @@ def contrastive_loss(
         batch = share_features(image, text, world, rows=rows, gather_dtype=gather_dtype, ring=ring)
         own = batch.own
         scale = log_scale.to(own.image.dtype).exp()
-        positives = scale * torch.linalg.vecdot(own.image, own.text)
+        positives = scale * row_dots(own.image, own.text)
         shift = _common_shift(batch, scale, positives, world)
         tiles = LogitTiles(
             batch,
@@ -77,7 +84,7 @@ def contrastive_loss(
         d_text.mul_(scale / (2 * num_pairs))
         rank_loss = (own_lse.sum(1) - 2 * positives).sum() / (2 * num_pairs)
         # sum_ij z_ij dloss/dz_ij over the rows of images alone: they hold every logit once.
-        rank_d_log_scale = torch.linalg.vecdot(own.image, d_image).sum()
+        rank_d_log_scale = row_dots(own.image, d_image).sum()
         loss, d_log_scale = sum_over_ranks([rank_loss, rank_d_log_scale], world, scale.dtype)
         return LossGradients(loss, d_image, d_text, d_log_scale)
 

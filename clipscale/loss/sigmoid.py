@@ -27,6 +27,7 @@ from clipscale.loss.tiles import (
     LogitTiles,
     LossGradients,
     exact_arithmetic,
+    row_dots,
     sum_over_ranks,
 )
 
@@ -65,7 +66,7 @@ def sigmoid_loss(
         d_image.mul_(scale / num_pairs)
         d_text.mul_(scale / num_pairs)
         # sum_ij (z_ij - b) dloss/dz_ij over the rows of images alone: they hold every logit once.
-        rank_d_log_scale = torch.linalg.vecdot(own.image, d_image).sum()
+        rank_d_log_scale = row_dots(own.image, d_image).sum()
         totals = [rank_loss / num_pairs, rank_d_log_scale, rank_d_bias / num_pairs]
         loss, d_log_scale, d_bias = sum_over_ranks(totals, world, scale.dtype)
         return LossGradients(loss, d_image, d_text, d_log_scale, d_bias)

@@ -145,6 +145,11 @@ class LogitTiles:
         return z
 
 
+def row_dots(x: Float[Tensor, "n d"], y: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+    """x_i . y_i, without the n x d products that torch.linalg.vecdot holds for a moment."""
+    return torch.einsum("nd,nd->n", x, y)
+
+
 def sum_over_ranks(values: Sequence[Float[Tensor, ""]], world: World, dtype: torch.dtype) -> list[Float[Tensor, ""]]:
     """Communicates. The sums over ranks of a few scalars, in one all-reduce in float64; `dtype` is the result's."""
     total = torch.stack([value.double() for value in values])

@@ -263,7 +263,7 @@ def read_token_ids(path: Path) -> list[int]:
         ids = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ConfigError(f"model.token_ids: {path} is not JSON: {error}") from error
-    end = SimpleTokenizer().eot_token_id
+    end = open_clip.tokenizer._tokenizer.eot_token_id
     if not isinstance(ids, list) or not all(isinstance(item, int) for item in ids):
         raise ConfigError(f"model.token_ids: {path} must hold a list of integers")
     ids = sorted(set(ids))

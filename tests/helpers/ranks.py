@@ -6,6 +6,7 @@ later calls take about 0.3 s. Ranks meet through a file, so there are no ports t
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -101,6 +102,7 @@ def _run(
 
     os.environ.update(_ENVIRONMENT | seat)
     torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed collects garbage often; all that was imported need not be looked at each time
     try:
         with joined(timeout_s) as world:
             world.barrier("the start", timeout_s)  # a rank that leaves early breaks the connecting of the others

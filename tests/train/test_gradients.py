@@ -19,15 +19,22 @@ def cut(engine: str = "plain", image_chunk: int = 5, text_chunk: int = 3, **opti
 
 def cases(size: int) -> list[Case]:
     rank_pairs = NUM_PAIRS // size
-    whole, ragged = Case(), cut(image_chunk=rank_pairs - 1, text_chunk=rank_pairs // 2 + 1)
-    chunks = [whole, cut(image_chunk=1, text_chunk=rank_pairs), cut(image_chunk=rank_pairs, text_chunk=1), cut(), ragged]
+    ragged = cut(image_chunk=rank_pairs - 1, text_chunk=rank_pairs // 2 + 1)
+    if size == 4:
+        return [ragged, cut("ZeRO-2", 3), cut("ZeRO-3", 3, keep_image_graphs=1), cut(loss="sigmoid")]
+    chunks = [Case(), cut(image_chunk=1, text_chunk=rank_pairs), cut(image_chunk=rank_pairs, text_chunk=1), cut(), ragged]
     engines = [cut(stage, image_chunk=3) for stage in STAGES]
+    if size == 1:
+        return chunks + engines + dropping(chunks)
     keeping = [cut(stage, 3, 3, keep_image_graphs=2, keep_text_graphs=1) for stage in ("plain", *STAGES)]
     kinds = [cut(loss="sigmoid"), cut("ZeRO-2", 3, 3, loss="sigmoid"), cut(activation_checkpointing=True)]
     clipped = [cut(engine, clip_norm=0.1) for engine in ("plain", *STAGES)]
     plain = chunks + engines + keeping + kinds + clipped
-    dropped = [replace(case, patch_dropout=0.5) for case in chunks + engines + keeping[:1] + keeping[-1:] + kinds[-1:]]
-    return plain + dropped
+    return plain + dropping([cut(), *engines, keeping[0], keeping[-1], kinds[-1]])
+
+
+def dropping(cases: list[Case]) -> list[Case]:
+    return [replace(case, patch_dropout=0.5) for case in cases]
 
 
 @cache
