@@ -48,6 +48,7 @@ def load_config(path: Path, settings: Sequence[str] = ()) -> Config:
                 sources.setdefault(".".join(keys[:depth]), f"--set {setting}")
         except ConfigError as error:
             faults.append(str(error))
+    _fill_default_kinds(tree)
     try:
         # JSON mode: strict about types, yet a list may become a tuple, as TOML knows lists only.
         config = _ADAPTER.validate_json(json.dumps(tree, default=str))
@@ -58,6 +59,14 @@ def load_config(path: Path, settings: Sequence[str] = ()) -> Config:
             return config
     number = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     raise ConfigError(f"{number} in the configuration:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+def _fill_default_kinds(tree: dict[str, Any]) -> None:
+    """`[loss] ring = true` alone means the default kind of loss."""
+    for section in dataclasses.fields(Config):
+        table = tree.get(section.name)
+        if section.default_factory is not dataclasses.MISSING and isinstance(table, dict):
+            table.setdefault("kind", section.default_factory().kind)
 
 
 def to_toml(config: Config) -> str:
@@ -177,7 +186,8 @@ def _describe_all(error: pydantic.ValidationError, sources: Mapping[str, str], f
             lines[path] = f"{place}: unknown key{_did_you_mean(keys)}"
         elif fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
             kinds = ", ".join(str(_kind_of(member)) for member in _members(_annotation(keys)))
-            found = f"kind {fault['ctx']['tag']!r}" if "tag" in fault["ctx"] else "no kind"
+            tag = fault.get("ctx", {}).get("tag")
+            found = "no kind" if tag is None else f"kind {tag!r}"
             lines[path] = f"{place}: found {found}, wanted one of {kinds}"
         elif fault["type"] == "value_error":  # our own words, from a __post_init__
             lines[path] = f"{place}: {fault['msg'].removeprefix('Value error, ')}"

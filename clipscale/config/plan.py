@@ -73,8 +73,6 @@ def make_plan(config: Config, world_size: int, num_samples: int, faults: Sequenc
         return steps_of(duration, global_batch=batch, num_samples=num_samples, total_steps=total)
 
     warmup = in_steps(config.optim.warmup)
-    if warmup > total:
-        faults.append(f"optim.warmup: {warmup} steps are more than the whole training's {total}")
     if faults:
         raise ConfigError("this run cannot work:\n" + "\n".join(f"  - {fault}" for fault in faults))
     rank_batch = batch // world_size

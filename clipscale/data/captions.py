@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +34,22 @@ def read_caption(members: Mapping[str, bytes], rule: Caption, rng: np.random.Gen
         raise Unusable("no_caption")
     if not caption.strip():
         raise Unusable("empty_caption")
+    if any("\ud800" <= letter <= "\udfff" for letter in caption):  # JSON can escape half of a character
+        raise Unusable("not_utf8")
     return caption.strip()
+
+
+def concept_id(members: Mapping[str, bytes], field: str) -> int:
+    """A number for the text in `field` (`json:concept`, or an extension); equal texts have equal numbers everywhere.
+
+    Raises `Unusable`: no_concept, not_utf8, bad_json.
+    """
+    extension, _, key = field.partition(":")
+    text = read_json(members, extension).get(key) if key else _text(members, extension)
+    if not isinstance(text, str):
+        raise Unusable("no_concept")
+    # 63 bits of a hash: among 10^6 concepts the odds of two sharing a number are 1 in 10^7.
+    return int.from_bytes(hashlib.blake2b(text.strip().encode(), digest_size=8).digest(), "big") >> 1
 
 
 def read_json(members: Mapping[str, bytes], field: str = "json") -> dict[str, Any]:

@@ -40,7 +40,7 @@ class ShardIndex:
     shards: tuple[Shard, ...]
 
     @classmethod
-    def scan(cls, paths: Sequence[str], *, strict: bool = True, threads: int = 8) -> ShardIndex:
+    def scan(cls, paths: Sequence[str], *, strict: bool = True, threads: int = 4) -> ShardIndex:
         """Walk the headers of all shards.
 
         Raises `DataError` with every fault of every shard. Unless `strict`: a cut shard then counts with the whole

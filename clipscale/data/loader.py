@@ -36,6 +36,7 @@ class Batch:
     epoch: float  # slots filled after this step / samples
     cursors: dict[int, int]  # of this rank's streams, after this batch
     dropped: dict[str, int]  # reason -> samples dropped since the batch before
+    concepts: Int64[Tensor, "n"] | None = None  # a number per sample, where the loader was given a `concept` field
 
 
 class TrainLoader:
@@ -64,6 +65,7 @@ class TrainLoader:
         cursors: Mapping[int, int] | None = None,
         start_step: int = 0,
         max_bad_fraction: float = 1.0,
+        concept: str = "",
         pin_memory: bool = False,
     ) -> None:
         assert index.counts == order.counts
@@ -72,12 +74,12 @@ class TrainLoader:
         self.step = start_step  # of the next batch
         self.workers = usable_workers(order.streams, world_size, workers)
         self._num_samples, self._global_batch, self._world_size = order.num_samples, global_batch, world_size
-        self._pin_memory = pin_memory
+        self._pin_memory, self._concept = pin_memory, concept
         if self.workers:
             check_shared_memory(global_batch // world_size * 3 * decoder.size**2)
         cursors = order.cursors_at(0) if cursors is None else cursors
         mine = {stream: cursors[stream] for stream in order.owned(rank, world_size)}
-        work = StreamWork(index, order, decoder, tokenize, global_batch, mine, start_step, max_bad_fraction)
+        work = StreamWork(index, order, decoder, tokenize, global_batch, mine, start_step, max_bad_fraction, concept)
         self._parts: Workers[Part] = Workers(work, self.workers)
 
     def __iter__(self) -> TrainLoader:
@@ -106,10 +108,11 @@ class TrainLoader:
             torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, pin_memory=self._pin_memory)
             for like in (parts[0].images, parts[0].tokens)
         )
+        concepts = torch.zeros(num_rows, dtype=torch.int64)
         keys = [""] * num_rows
         for part in parts:
             rows = [(slot - opening) // self._world_size for slot in part.slots]
-            images[rows], tokens[rows] = part.images, part.tokens
+            images[rows], tokens[rows], concepts[rows] = part.images, part.tokens, part.concepts
             for row, key in zip(rows, part.keys, strict=True):
                 keys[row] = key
         return Batch(
@@ -119,6 +122,7 @@ class TrainLoader:
             epoch=(opening + self._global_batch) / self._num_samples,
             cursors={stream: cursor for part in parts for stream, cursor in part.cursors.items()},
             dropped=dict(sum((part.dropped for part in parts), Counter())),
+            concepts=concepts if self._concept else None,
         )
 
 

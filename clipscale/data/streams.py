@@ -11,7 +11,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from clipscale.data.assign import Block, Order
-from clipscale.data.captions import Unusable
+from clipscale.data.captions import Unusable, concept_id
 from clipscale.data.decode import IMAGE_EXTENSIONS, Decoder
 from clipscale.data.index import ShardIndex
 from clipscale.data.tar import Sample
@@ -29,6 +29,7 @@ class Part:
     slots: list[int]
     images: UInt8[Tensor, "n 3 size size"]
     tokens: Int64[Tensor, "n length"]
+    concepts: Int64[Tensor, "n"]
     keys: list[str]
     cursors: dict[int, int]  # of these streams, after the step
     dropped: Counter[str]  # in this step
@@ -46,6 +47,7 @@ class StreamWork:
     cursors: Mapping[int, int]
     start_step: int
     max_bad_fraction: float
+    concept: str = ""
     at: str = "the start"
 
     def items(self, share: slice) -> Iterator[Part]:
@@ -58,13 +60,14 @@ class StreamWork:
 
     def _part(self, step: range, streams: dict[int, _Stream], tally: _Tally) -> Part:
         dropped_before = tally.dropped.copy()
-        slots, images, captions, keys = [], [], [], []
+        slots, images, captions, concepts, keys = [], [], [], [], []
         for number, stream in streams.items():
             for slot in self.order.slots(number, step.start, step.stop):
-                key, image, caption = self._usable(stream, tally)
+                key, image, caption, concept = self._usable(stream, tally)
                 slots.append(slot)
                 images.append(image)
                 captions.append(caption)
+                concepts.append(concept)
                 keys.append(key)
         num_rows = len(slots)
         if not num_rows:  # a step has fewer slots than there are streams; the shapes still count
@@ -73,20 +76,22 @@ class StreamWork:
             slots,
             torch.stack(images)[:num_rows],
             self.tokenize(captions)[:num_rows],
+            torch.tensor(concepts, dtype=torch.int64),
             keys,
             cursors={number: stream.cursor for number, stream in streams.items()},
             dropped=tally.dropped - dropped_before,
         )
 
-    def _usable(self, stream: _Stream, tally: _Tally) -> tuple[str, Tensor, str]:
-        """The stream's next usable sample: key, image, caption."""
+    def _usable(self, stream: _Stream, tally: _Tally) -> tuple[str, Tensor, str, int]:
+        """The stream's next usable sample: key, image, caption, concept (0 where none is asked for)."""
         num_barren = 0
         while True:
             key, sample, epoch, number = stream.next()
             self.at = key
             tally.num_seen += 1
             try:
-                return key, *self.decoder(sample.members, epoch=epoch, sample=number)
+                concept = concept_id(sample.members, self.concept) if self.concept else 0
+                return key, *self.decoder(sample.members, epoch=epoch, sample=number), concept
             except Unusable as fault:
                 tally.drop(fault.reason, key)
             num_barren += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -50,12 +51,11 @@ class Workers(Iterator[Item]):
         assert self._items is not None, "closed"
         try:
             item = next(self._items)
-        except RuntimeError as fault:  # the DataLoader's word for a worker that is gone
-            if "DataLoader worker" not in str(fault):
-                raise
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as fault:
+            # Whatever fails in a worker comes as an item: this is the way here that is broken.
             raise DataError(
-                f"a loader worker died, most likely killed for memory: {fault}; "
-                "lower data.workers, data.shuffle_block or train.global_batch"
+                f"a loader worker died, most likely killed for memory ({fault!r}): lower data.workers, "
+                "data.shuffle_block or train.global_batch; where too many files are open, raise `ulimit -n`"
             ) from fault
         if isinstance(item, _Failure):
             raise DataError(item.message) from RuntimeError(item.trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import warnings
@@ -16,6 +17,7 @@ from clipscale.dist.world import World
 from clipscale.errors import ConfigError
 
 _TAG = "deepspeed"
+_LAYOUT = "layout.json"
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -125,18 +127,24 @@ class DeepSpeedEngine:
         return whole
 
     def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=_TAG, client_state={"layout": self._layout()}, save_latest=False)
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        if self._world.is_main:
+            (folder / _LAYOUT).write_text(json.dumps(self._layout()))
 
     def load(self, folder: Path) -> None:
-        layout = folder / _TAG
-        if not layout.is_dir():
+        path = folder / _LAYOUT
+        if not path.is_file():
             raise ConfigError(
                 f"{folder} was not written by engine.kind = 'deepspeed'; resume with the engine that wrote it"
             )
-        _, client = self._engine.load_checkpoint(str(folder), tag=_TAG)
-        assert client is not None
-        if client["layout"] != self._layout():
-            raise ConfigError(f"{folder} was written with {client['layout']}, this run has {self._layout()}")
+        found = json.loads(path.read_text())
+        if found != self._layout():  # said here: DeepSpeed would fail in its own words, or load half of it
+            raise ConfigError(
+                f"{folder} was written under ZeRO-{found['zero_stage']} by {found['ranks']} ranks, this run has "
+                f"ZeRO-{self._zero_stage} and {self._world.size}. Each rank holds its own part of the optimizer's "
+                "state: resume with the stage and the number of ranks that wrote it"
+            )
+        self._engine.load_checkpoint(str(folder), tag=_TAG)
 
     def _layout(self) -> dict[str, int]:
         return {"ranks": self._world.size, "zero_stage": self._zero_stage}

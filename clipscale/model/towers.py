@@ -41,13 +41,12 @@ def resolve_architecture(model: Model) -> dict[str, Any]:
     architecture: dict[str, Any] = {}
     faults: list[str] = []
     has_tables = bool(model.vision_cfg or model.text_cfg)
-    if model.name and not has_tables:
+    if model.name:
         architecture = _named(model.name) or {}
-        if not architecture:
+        # With tables that describe a whole model, the name may be one of the user's own.
+        if not architecture and not (has_tables and model.embed_dim is not None):
             faults.append(f"model.name: open_clip knows no {model.name!r}{_near(model.name, open_clip.list_models())}")
-    elif has_tables:
-        architecture = _named(model.name) or {} if model.name else {}
-    else:
+    elif not has_tables:
         faults.append("[model]: wanted a `name` of open_clip's list, or `embed_dim`, `vision_cfg` and `text_cfg`")
     if "multimodal_cfg" in architecture:
         faults.append(f"model.name: {model.name!r} has a caption decoder (CoCa); wanted two towers")
@@ -402,6 +401,8 @@ def load_exported(folder: Path) -> tuple[Towers, dict[str, Any], int]:
     except (OSError, json.JSONDecodeError, KeyError, safetensors.SafetensorError) as error:
         raise ConfigError(f"{folder} is no whole open_clip model folder: {error}") from error
     has_bias = "logit_bias" in weights
-    towers = Towers(architecture, Model(), SigmoidLoss("sigmoid") if has_bias else SoftmaxLoss("softmax"))
+    # Another's BatchNorm is welcome: what was exported is only evaluated, where its statistics are fixed anyway.
+    model = Model(freeze_batch_norm=True)
+    towers = Towers(architecture, model, SigmoidLoss("sigmoid") if has_bias else SoftmaxLoss("softmax"))
     towers.load_state_dict(_from_open_clip(weights))
     return towers, architecture, image_size(architecture)

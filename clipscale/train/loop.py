@@ -81,6 +81,7 @@ def _steps(
         cursors=cursors,
         start_step=step,
         max_bad_fraction=config.data.max_bad_fraction,
+        concept=config.loss.concept,
         pin_memory=world.device.type == "cuda",
     ) as loader:
         while step < plan.total_steps:
@@ -98,6 +99,7 @@ def _steps(
                 shape=shape,
                 loss=parts.loss,
                 lr_factor=lr_factor,
+                concepts=None if batch.concepts is None else batch.concepts.to(world.device),
             )
             step += 1
             if shape is parts.shape:  # the first step showed how much memory one takes: what is left may hold graphs
@@ -199,11 +201,13 @@ def _describe(parts: Parts, out: Path, world: World, console: Console, step: int
     plan, config = parts.plan, parts.config
     weights = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parts.engine.model.parameters())
     engine = config.engine.kind if config.engine.kind == "plain" else f"deepspeed ZeRO-{config.engine.zero_stage}"
+    longer = plan.warmup_steps > plan.total_steps
     for line in (
         parts.index.summary(),
         f"{weights / 1e6:.1f} M parameters; {world.size} rank(s) on {world.device.type}, {engine}",
         f"{plan.total_steps:,} steps of {plan.global_batch:,} pairs ({plan.epochs:.2f} epochs); per rank "
         f"{plan.rank_batch:,} pairs in image chunks of {plan.image_chunk:,} and text chunks of {plan.text_chunk:,}",
+        *(["optim.warmup is longer than the training: the full rate is never reached"] if longer else []),
         *([f"going on after step {step:,}" if step < plan.total_steps else "finished already"] if step else []),
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

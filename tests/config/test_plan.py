@@ -87,11 +87,17 @@ def test_other_durations_are_in_the_runs_own_units(tiny: Config) -> None:
 
 
 def test_every_contradiction_is_named_at_once(tiny: Config) -> None:
-    config = replace(tiny, optim=replace(tiny.optim, warmup=Duration(steps=31)))
+    config = replace(tiny, train=replace(tiny.train, duration=Duration(fraction=0.5)))
     with pytest.raises(ConfigError) as caught:
         make_plan(config, 1, 2048, faults=["the data are blue"])
     assert "the data are blue" in str(caught.value)
-    assert "optim.warmup: 31 steps are more than the whole training's 30" in str(caught.value)
+    assert "train.duration: found a fraction" in str(caught.value)
+
+
+def test_a_short_trial_run_may_end_within_its_warmup(tiny: Config) -> None:
+    config = replace(tiny, optim=replace(tiny.optim, warmup=Duration(steps=31)))
+    plan = make_plan(config, 1, 2048)
+    assert (plan.warmup_steps, plan.total_steps) == (31, 30)
 
 
 def test_the_whole_duration_cannot_be_a_fraction(tiny: Config) -> None:

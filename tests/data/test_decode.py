@@ -308,6 +308,12 @@ def test_captions_from_other_fields() -> None:
         assert reason({"png": picture(), "json": broken}, decoder) == "bad_json"
 
 
+def test_half_a_character_escaped_in_json_is_not_utf8() -> None:
+    decoder = Decoder(4, NoAugment("none"), TextCaption("text", "json:caption"))
+    assert reason({"png": picture(), "json": rb'{"caption": "a \ud83d b"}'}, decoder) == "not_utf8"
+    assert decoder({"png": picture(), "json": rb'{"caption": "\ud83d\ude00"}'})[1] == "\U0001f600"
+
+
 def test_label_and_tags_come_in_the_asked_shares() -> None:
     members = {"json": json.dumps({"label": "L", "tags": ["a", "b", "c", "d", "", 5]}).encode()}
     rule = LabelAndTagsCaption("label_and_tags", label_only=0.3, tags_only=0.2, max_tags=3)

@@ -31,13 +31,10 @@ from clipscale.errors import ConfigError, DataError
 
 from .shard_files import PLAIN, members, picture, tokenize, tokenize_or_fail, write_shards, write_tar
 
-samples_are_dear = settings(  # a failing example is slow to make small, and small enough as it is
-    derandomize=True, deadline=None, max_examples=15, phases=[Phase.generate]
-)
+# Without shrinking: a failing example is slow to make small, and small enough as it is.
+samples_are_dear = settings(derandomize=True, deadline=None, max_examples=15, phases=[Phase.generate])
 COUNTS = (11, 0, 30, 1, 17, 25)
-CHANGING = Decoder(
-    4, AffineAugment("affine", degrees=90), LabelAndTagsCaption("label_and_tags", label_only=0.2, max_tags=2)
-)
+CHANGING = Decoder(4, AffineAugment("affine", degrees=90), LabelAndTagsCaption("label_and_tags", max_tags=2))
 BAD = {
     4: ("decode_error", [("00004.png", b"<html>404</html>"), ("00004.txt", b"number 4")]),
     12: ("no_image", [("00012.txt", b"number 12"), ("00012.json", b"{}")]),
@@ -290,9 +287,8 @@ def test_a_killed_worker_is_a_data_error(sound: ShardIndex) -> None:
 def test_a_failure_in_a_worker_names_the_sample(sound: ShardIndex, workers: int) -> None:
     order = Order(sound.counts, 0, 4)
     with TrainLoader(sound, order, PLAIN, tokenize_or_fail, global_batch=4, workers=workers) as loader:
-        with pytest.raises(
-            DataError, match=r"loading failed at s-00\d/\d{5}: ZeroDivisionError\('thirteen'\)"
-        ) as caught:
+        failure = r"loading failed at s-00\d/\d{5}: ZeroDivisionError\('thirteen'\)"
+        with pytest.raises(DataError, match=failure) as caught:
             list(islice(loader, 21))
         assert "tokenize_or_fail" in str(caught.value.__cause__)
 
@@ -367,8 +363,7 @@ def test_an_evaluation_sees_every_good_sample_once_in_order(
     seen, dropped = [], Counter[str]()
     for rank in range(world_size):
         numbers = []
-        bad = rank in BAD and world_size == 90
-        if bad:
+        if rank in BAD and world_size == 90:
             with pytest.raises(DataError, match=BAD[rank][0]):
                 list(eval_samples(index, PLAIN, batch=batch, rank=rank, world_size=world_size))
             dropped[BAD[rank][0]] += 1
@@ -389,9 +384,7 @@ def test_an_evaluation_sees_every_good_sample_once_in_order(
 
 
 def test_an_evaluation_left_early_leaves_no_worker(index: ShardIndex) -> None:
-    found = eval_samples(index, replace(PLAIN, caption=None), batch=2, workers=2)
-    assert next(found).captions == ["", ""]
-    del found
+    assert next(eval_samples(index, replace(PLAIN, caption=None), batch=2, workers=2)).captions == ["", ""]
 
 
 def test_an_evaluation_without_a_usable_sample_is_an_error(tmp_path: Path) -> None:

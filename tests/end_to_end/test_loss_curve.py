@@ -40,7 +40,8 @@ def alone(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outco
 
 
 def outcomes(size: int, toy: Toy, folder: Path) -> dict[str, Outcome]:
-    settings = {name: (*COMMON, *variant) for name, variant in VARIANTS[size].items()}
+    evaluation = f"eval=[{{kind = 'retrieval', name = 'held_out', shards = '{toy.held_out}'}}]"
+    settings = {name: (*COMMON, evaluation, *variant) for name, variant in VARIANTS[size].items()}
     return run_ranks(size, run_variants, toy, folder, settings, timeout_s=150)[0]
 
 
@@ -51,6 +52,10 @@ def assert_same_run(found: Outcome, wanted: Outcome) -> None:
     assert found.curve("logit_scale") == pytest.approx(wanted.curve("logit_scale"), rel=1e-5)
     # Adam hides a common factor of the gradients; their norm does not.
     assert found.curve("grad_norm") == pytest.approx(wanted.curve("grad_norm"), rel=1e-4)
+    # Sharded weights answer on all ranks together. A rounding may swap two of the 64 captions.
+    (evaluated,), (evaluation,) = found.evaluations, wanted.evaluations
+    assert evaluated.pop("eval") == evaluation.pop("eval") == "held_out"
+    assert evaluated == pytest.approx(evaluation, abs=0.04)
     assert found.weights.keys() == wanted.weights.keys()
     for name, weight in wanted.weights.items():
         torch.testing.assert_close(found.weights[name], weight, rtol=1e-3, atol=1e-5, msg=f"{name} differs")
@@ -74,5 +79,5 @@ def test_the_curve_moves(alone: dict[str, Outcome]) -> None:
 def test_teeth_another_batch_gives_another_curve(toy: Toy, alone: dict[str, Outcome], tmp_path: Path) -> None:
     settings = {"other": (*COMMON, *WHOLE, "run.seed=1")}
     other = run_ranks(1, run_variants, toy, tmp_path, settings)[0]["other"]
-    with pytest.raises(AssertionError):
-        assert_same_run(other, alone["whole"])
+    assert other.curve() != pytest.approx(alone["whole"].curve(), rel=1e-3)
+    assert other.curve() == pytest.approx(alone["whole"].curve(), rel=0.1)

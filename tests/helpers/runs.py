@@ -58,6 +58,10 @@ class Outcome:
     def curve(self, key: str = "loss") -> list[float]:
         return [record[key] for record in self.records if "loss" in record]
 
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [dict(record) for record in self.records if "eval" in record]
+
 
 def outcome(out: Path) -> Outcome:
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

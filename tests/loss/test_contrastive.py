@@ -135,14 +135,24 @@ def test_any_batch(n: int, d: int, length: float, scale: float, budget: int, con
         assert (getattr(found, name) - getattr(wanted, name)).abs().max() <= tolerance, name
 
 
-def test_an_image_far_from_all_texts_at_the_highest_scale_in_float32() -> None:
-    """All logits of one row are near -100, all others near 100: no shift serves both in one exponential."""
+def one_far_image() -> tuple[Tensor, Tensor, Tensor]:
     spread = 0.1 * torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0))
     image, text = F.normalize(spread + torch.eye(16)[0], dim=2)
     image[7] *= -1
-    log_scale = torch.tensor(100.0).log()
-    found = contrastive_loss(image, text, log_scale, ALONE)
-    assert_close(found, oracle("softmax", image, text, log_scale, torch.zeros(())), 1e-5, 100.0, "one far image")
+    return image, text, torch.tensor(100.0).log()
+
+
+def compute_far_image(world: World) -> LossGradients:
+    image, text, log_scale = one_far_image()
+    image, text = (x.tensor_split(world.size)[world.rank] for x in (image, text))
+    return contrastive_loss(image, text, log_scale, world)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_image_far_from_all_texts_at_the_highest_scale_in_float32(size: int) -> None:
+    """All logits of one row are near -100, all others near 100: no shift serves both, on its own rank or on another."""
+    wanted = oracle("softmax", *one_far_image(), torch.zeros(()))
+    assert_close(join(run_ranks(size, compute_far_image)), wanted, 1e-5, 100.0, "one far image")
 
 
 def test_equal_features_give_log_n() -> None:
