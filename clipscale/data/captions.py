@@ -49,7 +49,10 @@ def concept_id(members: Mapping[str, bytes], field: str) -> int:
     if not isinstance(text, str):
         raise Unusable("no_concept")
     # 63 bits of a hash: among 10^6 concepts the odds of two sharing a number are 1 in 10^7.
-    return int.from_bytes(hashlib.blake2b(text.strip().encode(), digest_size=8).digest(), "big") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+        >> 1
+    )
 
 
 def read_json(members: Mapping[str, bytes], field: str = "json") -> dict[str, Any]:

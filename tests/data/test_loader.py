@@ -166,16 +166,17 @@ def test_an_epoch_of_sound_samples_is_seen_exactly_once(sound: ShardIndex, batch
 # --- real processes -------------------------------------------------------------------------------------------------
 
 
-def test_worker_processes_give_what_one_process_gives(index: ShardIndex) -> None:
-    order = Order(index.counts, 1, 8, 9)
+@pytest.mark.parametrize("batch", [20, 3])  # the latter leaves a worker without a row now and then
+def test_worker_processes_give_what_one_process_gives(index: ShardIndex, batch: int) -> None:
+    order = Order(index.counts, 1, 4, 9)
     results = []
-    for workers in (0, 1, 3, 9):
-        with TrainLoader(index, order, CHANGING, words, global_batch=20, workers=workers) as loader:
-            assert loader.workers == min(workers, 8)
+    for workers in (0, 1, 5):
+        with TrainLoader(index, order, CHANGING, words, global_batch=batch, workers=workers) as loader:
+            assert loader.workers == min(workers, 4)
             batches = [next(loader) for _ in range(10)]
         assert multiprocessing.active_children() == []
         results.append([(content(taken), taken.cursors, taken.dropped, taken.epoch) for taken in batches])
-    assert results[1:] == results[:1] * 3
+    assert results[1:] == results[:1] * 2
 
 
 def test_ranks_are_disjoint_and_resume_on_another_number_of_ranks_and_workers(index: ShardIndex) -> None:
