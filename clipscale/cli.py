@@ -80,7 +80,10 @@ def train(
                 raise typer.Exit(error.exit_code) from error  # the main rank says it
             raise
         console.print(
-            f"done: {out}/model holds the weights, {out}/metrics.jsonl the curve", markup=False, highlight=False
+            f"done: {out}/model holds the weights, {out}/metrics.jsonl the curve",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -155,4 +155,5 @@ def write_token_table(path: Path, texts: Iterable[str], encode: Encode) -> None:
     ids: set[int] = set(_SPECIAL_TOKENS)
     for text in {*texts, *_PROMPT_WORDS.split(), _PROMPT_WORDS}:
         ids.update(encode(text))
+        ids.update(encode(f"{text},"))  # in a list of tags: ")" and "," merge into one token
     path.write_text(json.dumps(sorted(ids)) + "\n", encoding="utf-8")

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from clipscale.errors import DistributedError
+
 _GRACE_S = 10.0
 STORE_VARIABLE = "CLIPSCALE_STORE"  # path of the file through which local ranks meet
 LIFELINE_VARIABLE = "CLIPSCALE_LIFELINE"  # descriptor of a pipe that ends when the launcher does
@@ -113,11 +115,9 @@ def _stay_with(processes: list[subprocess.Popen[bytes]]) -> int:
             changed.wait()
             changed.clear()
             if any(code for _, code in codes):
+                _wait(processes, _GRACE_S / 4)  # those who still run may have last words
                 break
-        failed = next(((rank, code) for rank, code in list(codes) if code), None)
-        if failed is None:
-            return 0
-        return _exit_code(failed[1])
+        return _cause([code for _, code in codes])
     finally:
         _end(processes)
         for watcher in watchers:
@@ -126,21 +126,30 @@ def _stay_with(processes: list[subprocess.Popen[bytes]]) -> int:
             signal.signal(number, handler)
 
 
-def _exit_code(code: int) -> int:
-    """A process ended by signal n reports 128 + n, as shells do."""
+def _cause(codes: list[int]) -> int:
+    """The exit code that tells why a run failed: the first, but for ranks that only lost contact with another one.
+
+    A process ended by signal n reports 128 + n, as shells do.
+    """
+    failed = [code for code in codes if code]
+    code = next((code for code in failed if code != DistributedError.exit_code), failed[0] if failed else 0)
     return 128 - code if code < 0 else code
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Lets those still running finish their last words, then asks them to stop, then insists."""
-    for urge, patience_s in ((None, _GRACE_S / 4), (signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
-        running = [process for process in processes if process.poll() is None]
-        for process in running:
-            if urge is not None:
+    """Asks those still running to stop, then insists."""
+    for urge, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
+        for process in processes:
+            if process.poll() is None:
                 process.send_signal(urge)
-        deadline = None if patience_s is None else time.monotonic() + patience_s
-        for process in running:
-            try:
-                process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
+        _wait(processes, patience_s)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], patience_s: float | None) -> None:
+    """Until all have ended, or for `patience_s` in all."""
+    deadline = None if patience_s is None else time.monotonic() + patience_s
+    for process in processes:
+        try:
+            process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            continue

@@ -145,9 +145,17 @@ def leave() -> None:
 
 @contextmanager
 def joined(timeout_s: float = 1800.0) -> Iterator[World]:
-    """`join`, and `leave` however the block ends."""
+    """`join`, and `leave` however the block ends. A collective that breaks becomes a `DistributedError`."""
     world = join(timeout_s)
     try:
         yield world
+    except RuntimeError as error:
+        # gloo has no error class of its own; NCCL's is a DistBackendError.
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+            raise
+        raise DistributedError(
+            f"rank {world.rank} lost contact with another rank, whose own message says why. (In torch's words: "
+            f"{str(error).splitlines()[0]})"
+        ) from error
     finally:
         leave()

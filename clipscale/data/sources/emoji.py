@@ -69,7 +69,7 @@ HELD_OUT_ARTIST = "twemoji"
 HELD_OUT_FRACTION = 0.1
 NUM_SHARDS = {"train": 8, "held_out_artist": 4, "held_out_concepts": 4}
 _SPLIT_SEED = 0
-_KIND, _FORMAT = "emoji", 1  # raise the format when the same sources would give other shards
+_KIND, _FORMAT = "emoji", 2  # raise the format when the same sources would give other shards
 
 
 @dataclass(frozen=True)

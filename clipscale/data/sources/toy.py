@@ -38,7 +38,7 @@ SHAPES = ("circle", "square", "triangle", "diamond", "cross", "ring")
 RELATIONS = {"left of": (0.27, 0.5), "right of": (0.73, 0.5), "above": (0.5, 0.27), "below": (0.5, 0.73)}
 
 _SINGLES_PER_PAIR = 1 / 15  # single objects have 96 captions only: more of them would repeat inside a batch
-_KIND, _FORMAT = "toy", 1  # raise the format when the same arguments would give other shards
+_KIND, _FORMAT = "toy", 2  # raise the format when the same arguments would give other shards
 _MIN_SIZE = 16
 
 
