@@ -117,6 +117,9 @@ def _stay_with(processes: list[subprocess.Popen[bytes]]) -> int:
             if any(code for _, code in codes):
                 _wait(processes, _GRACE_S / 4)  # those who still run may have last words
                 break
+        for process, watcher in zip(processes, watchers, strict=True):
+            if process.poll() is not None:
+                watcher.join()  # so that its exit code counts, if it came only just now
         return _cause([code for _, code in codes])
     finally:
         _end(processes)

@@ -160,7 +160,9 @@ class Towers(nn.Module):
         return F.normalize(features.float(), dim=-1), self.logits()
 
     def _see(self, images: Tensor) -> Tensor:
-        return self.visual((images.float() / 255 - self.mean) / self.std)
+        pixels = (images.float() / 255 - self.mean) / self.std
+        # Convolutions take the layout of their input; this one is up to twice as fast, on CPU and on tensor cores.
+        return self.visual(pixels.contiguous(memory_format=torch.channels_last))
 
     def _read(self, tokens: Tensor) -> Tensor:
         if not self.trims_text or tokens.shape[1] == self.text.context_length:

@@ -148,7 +148,7 @@ def test_an_unknown_key_is_answered_with_a_known_one(file: Path, setting: str, w
 
 
 def test_no_file_and_no_toml(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no configuration file at .*absent"):
+    with pytest.raises(ConfigError, match=r"no configuration file at .*absent"):
         load_config(tmp_path / "absent.toml")
     with pytest.raises(ConfigError, match="no configuration file"):
         load_config(tmp_path)

@@ -70,7 +70,8 @@ def test_the_plan_of_the_tiny_run(tiny: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "chunk", "expected"), [(1, 16, 16), (1, 64, 64), (1, 65, 64), (4, 32, 16), (1, "whole", 64), (4, "whole", 16)]
+    ("world_size", "chunk", "expected"),
+    [(1, 16, 16), (1, 64, 64), (1, 65, 64), (4, 32, 16), (1, "whole", 64), (4, "whole", 16)],
 )
 def test_a_chunk_is_never_larger_than_a_ranks_batch(tiny: Config, world_size: int, chunk: int, expected: int) -> None:
     config = replace(tiny, train=replace(tiny.train, image_chunk=chunk, text_chunk=chunk))

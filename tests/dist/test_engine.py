@@ -40,7 +40,9 @@ def inputs(tower: str, rank: int, call: int) -> Tensor:
 CALLS = (("text", 0), ("text", 1), ("image", 2), ("image", 3))
 
 
-def make_engine(world: World = ALONE, clip_norm: float = 0.0, kind: Any = torch.optim.SGD, **options: Any) -> PlainEngine:
+def make_engine(
+    world: World = ALONE, clip_norm: float = 0.0, kind: Any = torch.optim.SGD, **options: Any
+) -> PlainEngine:
     model = Pair()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": parameters, "lr": 1.0, "base_lr": 1.0}]

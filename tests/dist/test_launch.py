@@ -41,6 +41,10 @@ note(pid=os.getpid(), env=dict(os.environ))
 all_here()
 if behaviour == "fine":
     sys.exit(0)
+if behaviour == "lost":
+    if rank == 1:
+        time.sleep(0.02)
+    sys.exit((5, 4)[rank])
 if rank == 1:
     if behaviour in ("fails", "deaf"):
         sys.exit(4)
@@ -103,7 +107,15 @@ def test_the_users_number_of_threads_stays(
     assert notes(tmp_path, 1)[0]["env"]["OMP_NUM_THREADS"] == "5"
 
 
-@pytest.mark.parametrize(("behaviour", "code"), [("fails", 4), ("killed", 128 + 9), ("deaf", 4)])
+@pytest.mark.parametrize(
+    ("behaviour", "code"),
+    [
+        ("fails", 4),
+        ("killed", 128 + 9),
+        ("deaf", 4),  # to the request to end
+        ("lost", 4),  # the rank that only lost contact, code 5, ends first, but the other one is the cause
+    ],
+)
 def test_one_rank_ends_all(behaviour: str, code: int, run: Callable[..., int], tmp_path: Path) -> None:
     assert run(behaviour) == code
     assert not any(is_running(note["pid"]) for note in notes(tmp_path))

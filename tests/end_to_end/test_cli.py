@@ -190,13 +190,13 @@ def test_ranks_that_cannot_share_the_batch_say_so_once(toy: Toy, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def trained(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Said]:
-    """40 steps on two real ranks with a loader worker each, evaluated at the end."""
+    """40 steps on two real ranks, evaluated at the end."""
     out = tmp_path_factory.mktemp("trained") / "run"
     evaluation = (
         f"eval=[{{kind='retrieval', name='captions', shards='{toy.held_out}'}},"
         f" {{kind='zeroshot', name='names', shards='{toy.held_out}'}}]"
     )
-    settings = tiny(toy, "data.workers=1", "train.duration.steps=40", evaluation)
+    settings = tiny(toy, "train.duration.steps=40", evaluation)
     return out, process("train", *settings, "--out", out, "--ranks", 2)
 
 
@@ -210,7 +210,13 @@ def test_a_whole_training(trained: tuple[Path, Said]) -> None:
     assert len(found.curve()) == 40
     assert found.curve()[-1] < found.curve()[0] - 0.1
     assert [record["eval"] for record in found.evaluations] == ["captions", "names"]
-    assert {path.name for path in out.iterdir()} == {"resolved.toml", "run.json", "metrics.jsonl", "checkpoints", "model"}
+    assert {path.name for path in out.iterdir()} == {
+        "resolved.toml",
+        "run.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "model",
+    }
     described = json.loads((out / "run.json").read_text())
     assert described["ranks"] == 2
     assert {"clipscale", "torch", "deepspeed"} <= described["versions"].keys()

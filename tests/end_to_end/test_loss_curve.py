@@ -23,12 +23,16 @@ STAGES = {
     for stage in range(4)
 }
 KEEPING = {
-    "graphs kept": (*CHUNKS["chunks 7 and 5"], "train.keep_graph_bytes=100_000_000"),
+    "graphs kept, loader workers": (
+        *CHUNKS["chunks 7 and 5"],
+        "train.keep_graph_bytes=100_000_000",
+        "data.workers=2",
+    ),
     "graphs kept, ZeRO-3": (*STAGES["ZeRO-3"], "train.keep_graph_bytes=100_000_000"),
 }
 VARIANTS = {
     1: CHUNKS | STAGES,
-    2: CHUNKS | STAGES | KEEPING | {"loader workers": ("data.workers=2",)},
+    2: CHUNKS | STAGES | KEEPING,
     4: {"chunks 7 and 5": CHUNKS["chunks 7 and 5"], "ZeRO-2": STAGES["ZeRO-2"]},
 }
 

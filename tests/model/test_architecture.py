@@ -82,7 +82,9 @@ def test_what_open_clip_cannot_build_is_a_fault_of_the_request() -> None:
         build_towers(small(text_cfg=TEXT | {"heads": 5}), SOFTMAX)
 
 
-@pytest.mark.parametrize(("trunk", "first"), [("test_resnet", "visual.trunk.conv1.1"), ("test_byobnet", "visual.trunk.stem.bn")])
+@pytest.mark.parametrize(
+    ("trunk", "first"), [("test_resnet", "visual.trunk.conv1.1"), ("test_byobnet", "visual.trunk.stem.bn")]
+)
 def test_batch_norm_is_refused_by_name(trunk: str, first: str) -> None:
     with pytest.raises(ConfigError, match=rf"BatchNorm layers \(the first: {first}"):
         build_towers(convolutions(trunk), SOFTMAX)

@@ -166,7 +166,7 @@ def drawing(width: int, height: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (64, 64), (100, 50), (47, 93), (20, 31), (500, 333)])
-def test_evaluation_sees_images_as_open_clip_does(shape: tuple[int, int], tmp_path: Path) -> None:
+def test_evaluation_sees_images_as_open_clip_does(shape: tuple[int, int]) -> None:
     model = small()
     description = to_open_clip(trained(model, SOFTMAX)[0].state_dict(), model, resolve_architecture(model))[1]
     theirs = open_clip.transform.image_transform_v2(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +25,6 @@ SMALL = Model(
 
 
 def towers(loss: Loss | None = None, **options: Any) -> Towers:
-    from dataclasses import replace
-
     return build_towers(replace(SMALL, **options), loss or SoftmaxLoss("softmax"))[0]
 
 
@@ -62,7 +61,9 @@ def test_which_parameter_decays() -> None:
     assert groups["log_scale"]["clamp"] == (0.0, math.log(100))
 
 
-@pytest.mark.parametrize("module", [nn.Linear(2, 2, bias=False), nn.LayerNorm(2), nn.Linear(2, 2).requires_grad_(False)])
+@pytest.mark.parametrize(
+    "module", [nn.Linear(2, 2, bias=False), nn.LayerNorm(2), nn.Linear(2, 2).requires_grad_(False)]
+)
 def test_no_group_is_empty(module: nn.Module) -> None:
     groups = parameter_groups(module, lr=1.0, weight_decay=0.1)
     assert all(group["params"] for group in groups)

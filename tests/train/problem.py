@@ -155,9 +155,7 @@ def measure(world: World, case: Case) -> Answer:
             torch.manual_seed(_random_seed(world.rank))
             result = train_step(engine, images, tokens, world, shape=shape, loss=loss, lr_factor=lr_factor)
         after = engine.weights()
-    return Answer(
-        result.loss, result.grad_norm, {name: (before[name].double() - after[name]) / _LR for name in before}
-    )
+    return Answer(result.loss, result.grad_norm, {name: (before[name].double() - after[name]) / _LR for name in before})
 
 
 def _engine(case: Case, towers: Towers, world: World) -> Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,6 @@ def engine() -> PlainEngine:
 
 
 def progress(step: int) -> Progress:
-    from dataclasses import asdict
-
     return Progress(step, {0: step, 7: step + 1}, "order", asdict(MODEL))
 
 
@@ -82,7 +81,7 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
     fsync, rename = os.fsync, Path.rename
 
     def note_fsync(descriptor: int) -> None:
-        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        events.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
         fsync(descriptor)
 
     def note_rename(self: Path, target: Path) -> Path:

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.train.problem import NUM_PAIRS, Case, assert_equal, autograd, measure_all
+from tests.train.problem import NUM_PAIRS, Answer, Case, assert_equal, autograd, measure_all
 
 STAGES = ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 
@@ -22,31 +22,37 @@ def cases(size: int) -> list[Case]:
     ragged = cut(image_chunk=rank_pairs - 1, text_chunk=rank_pairs // 2 + 1)
     if size == 4:
         return [ragged, cut("ZeRO-2", 3), cut("ZeRO-3", 3, keep_image_graphs=1), cut(loss="sigmoid")]
-    chunks = [Case(), cut(image_chunk=1, text_chunk=rank_pairs), cut(image_chunk=rank_pairs, text_chunk=1), cut(), ragged]
+    chunks = [
+        Case(),
+        cut(image_chunk=1, text_chunk=rank_pairs),
+        cut(image_chunk=rank_pairs, text_chunk=1),
+        cut(),
+        ragged,
+    ]
     engines = [cut(stage, image_chunk=3) for stage in STAGES]
     if size == 1:
         return chunks + engines + dropping(chunks)
-    keeping = [cut(stage, 3, 3, keep_image_graphs=2, keep_text_graphs=1) for stage in ("plain", *STAGES)]
+    keeping = [
+        cut(engine, 3, 3, keep_image_graphs=2, keep_text_graphs=1, clip_norm=0.1) for engine in ("plain", *STAGES)
+    ]
     kinds = [cut(loss="sigmoid"), cut("ZeRO-2", 3, 3, loss="sigmoid"), cut(activation_checkpointing=True)]
-    clipped = [cut(engine, clip_norm=0.1) for engine in ("plain", *STAGES)]
-    plain = chunks + engines + keeping + kinds + clipped
-    return plain + dropping([cut(), *engines, keeping[0], keeping[-1], kinds[-1]])
+    return chunks + keeping + kinds + dropping([cut(), *engines, keeping[0], keeping[-1], kinds[-1]])
 
 
 def dropping(cases: list[Case]) -> list[Case]:
     return [replace(case, patch_dropout=0.5) for case in cases]
 
 
-@cache
-def wanted(case: Case, size: int) -> object:
-    return autograd(case, size)
-
-
-def answer_for(case: Case, size: int) -> object:
+def answer_for(case: Case, size: int) -> Answer:
     """The oracle knows nothing of engines, and of chunks only what random numbers need."""
-    bare = Case(image_chunk=case.image_chunk if case.patch_dropout else NUM_PAIRS)
-    kept = {"loss": case.loss, "patch_dropout": case.patch_dropout, "clip_norm": case.clip_norm}
-    return wanted(replace(bare, **kept), size)
+    chunk = case.image_chunk if case.patch_dropout else NUM_PAIRS
+    return oracle(chunk, case.loss, case.patch_dropout, case.clip_norm, size if case.patch_dropout else 1)
+
+
+@cache
+def oracle(chunk: int, loss: str, patch_dropout: float, clip_norm: float, size: int) -> Answer:
+    case = Case(image_chunk=chunk, loss=loss, patch_dropout=patch_dropout, clip_norm=clip_norm)
+    return autograd(case, size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -78,7 +84,14 @@ PLANTS = {
 def test_teeth_every_planted_fault_is_seen() -> None:
     problems = [replace(case, bug=bug) for bug, bitten in PLANTS.items() for case in bitten]
     answers = run_ranks(2, measure_all, problems, timeout_s=120)[0]
-    for case, found in zip(problems, answers, strict=True):
-        with pytest.raises(AssertionError, match="relative errors"):
-            assert_equal(found, answer_for(case, 2))
-            pytest.fail(f"not seen: {case}")
+    pairs = zip(problems, answers, strict=True)
+    unseen = [case for case, found in pairs if is_equal(found, answer_for(case, 2))]
+    assert not unseen
+
+
+def is_equal(found: Answer, wanted: Answer) -> bool:
+    try:
+        assert_equal(found, wanted)
+    except AssertionError:
+        return False
+    return True

@@ -77,9 +77,7 @@ def resume_elsewhere(world: World, toy: Toy, out: Path) -> Outcome | None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_plain_engine_goes_on_with_any_number_of_ranks(
-    size: int, toy: Toy, finished: Path, tmp_path: Path
-) -> None:
+def test_the_plain_engine_goes_on_with_any_number_of_ranks(size: int, toy: Toy, finished: Path, tmp_path: Path) -> None:
     found = run_ranks(size, resume_elsewhere, toy, cut_off(finished, tmp_path))[0]
     wanted = outcome(finished)
     assert [record["step"] for record in found.records] == list(range(1, 11))
