@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from clipscale.dist.world import World
 from clipscale.errors import ConfigError
 
-
 Tower = Literal["image", "text"]
 
 
@@ -36,7 +35,10 @@ class Engine(Protocol):
         ...
 
     def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """-> (features [n, d], log scale and maybe bias [1 or 2]). Communicates under ZeRO-3: all ranks call it equally often."""
+        """-> (features [n, d], log scale and maybe bias [1 or 2]).
+
+        Communicates under ZeRO-3: all ranks call it equally often.
+        """
         ...
 
     def backward(self, surrogate: Tensor, *, last: bool) -> None:

@@ -137,10 +137,16 @@ def join(timeout_s: float = 1800.0) -> World:
     return World(seat.rank, seat.size, device, seat.local_rank, group, control)
 
 
-def leave() -> None:
-    """Destroys the process group, if there is one."""
+def leave(world: World) -> None:
+    """Destroys the process groups; `world` can no longer communicate.
+
+    gloo's threads end with the last reference to their group. They must not outlive the interpreter, which they need to
+    free tensors: one that asks for it during its shutdown aborts the whole process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    for name in ("group", "control"):
+        object.__setattr__(world, name, None)
 
 
 @contextmanager
@@ -158,4 +164,4 @@ def joined(timeout_s: float = 1800.0) -> Iterator[World]:
             f"{str(error).splitlines()[0]})"
         ) from error
     finally:
-        leave()
+        leave(world)

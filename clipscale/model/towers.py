@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import hashlib
 import json
 import math
 import pickle
@@ -55,8 +56,8 @@ def resolve_architecture(model: Model) -> dict[str, Any]:
         ("text_cfg", model.text_cfg, CLIPTextCfg),
     ):
         names = [field.name for field in dataclasses.fields(known)]
-        # open_clip adds these two to its own HF text models without declaring them.
-        names += ["hf_proj_type", "hf_pooler_type"] if known is CLIPTextCfg else []
+        # open_clip adds the first two to its own HF text models without declaring them; the third is ours.
+        names += ["hf_proj_type", "hf_pooler_type"] if known is CLIPTextCfg else ["timm_kwargs"]
         for key in given:
             if key not in names:
                 faults.append(f"model.{table}.{key}: unknown key{_near(key, names)}")
@@ -195,11 +196,27 @@ class Towers(nn.Module):
 
 
 def _build(architecture: Mapping[str, Any]) -> CustomTextCLIP:
-    known = {key: architecture[key] for key in ("embed_dim", "vision_cfg", "text_cfg")}
+    known = copy.deepcopy({key: architecture[key] for key in ("embed_dim", "vision_cfg", "text_cfg")})
+    kwargs = known["vision_cfg"].pop("timm_kwargs", None)
     try:
+        if kwargs:
+            known["vision_cfg"]["timm_model_name"] = _timm_variant(known["vision_cfg"]["timm_model_name"], kwargs)
         return CustomTextCLIP(**copy.deepcopy(known), quick_gelu=architecture.get("quick_gelu", False))
     except Exception as error:  # whatever a constructor dislikes is a fault of the request
         raise ConfigError(f"the model cannot be built from {json.dumps(known)}: {error}") from error
+
+
+def _timm_variant(name: str, kwargs: Mapping[str, Any]) -> str:
+    """Registers a timm model with other constructor arguments, which open_clip has no way to pass; -> its name."""
+
+    def variant(pretrained: bool = False, **given: Any) -> nn.Module:
+        return timm.create_model(name, pretrained=pretrained, **kwargs, **given)
+
+    digest = hashlib.sha256(json.dumps(kwargs, sort_keys=True).encode()).hexdigest()[:8]
+    variant.__name__, variant.__module__ = f"{name}_{digest}", __name__
+    if not timm.is_model(variant.__name__):
+        timm.models.register_model(variant)
+    return variant.__name__
 
 
 def _refuse_batch_norm(towers: nn.Module) -> None:

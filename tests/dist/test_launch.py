@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -133,7 +134,8 @@ def launcher(program: Path, tmp_path: Path):
             f"sys.executable = {str(program)!r}\n"
             f"sys.exit(run_ranks([{behaviour!r}, {str(tmp_path)!r}], 2))\n"
         )
-        started.append(subprocess.Popen([sys.executable, "-c", script]))
+        env = os.environ | {"TMPDIR": str(tmp_path)}  # where a killed one leaves its folder
+        started.append(subprocess.Popen([sys.executable, "-c", script], env=env))
         wait_until(lambda: all((tmp_path / f"{rank}.json").exists() for rank in range(2)))
         return started[-1]
 

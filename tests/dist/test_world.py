@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from clipscale.dist.launch import Seat, seat_from_environment
-from clipscale.dist.world import World, _first_slurm_host, _set_address, joined
+from clipscale.dist.world import World, _first_slurm_host, _set_address, joined, leave
 from clipscale.errors import ClipscaleError, ConfigError, DataError, DistributedError
 from tests.helpers.ranks import RankError, run_ranks
 
@@ -84,6 +84,24 @@ def test_a_world_of_one_has_a_process_group_for_as_long_as_it_lasts() -> None:
         assert (world.rank, world.size, world.device) == (0, 1, torch.device("cpu"))
         assert dist.is_initialized()
     assert not dist.is_initialized()
+
+
+def threads_after_leaving(world: World) -> list[str]:
+    world.gather_objects(1)
+    before, _ = thread_names(), leave(world)
+    assert any("gloo" in name for name in before)
+    return thread_names()
+
+
+def thread_names() -> list[str]:
+    """Of all threads of this process, also those that Python knows nothing of."""
+    return [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+
+
+def test_whoever_leaves_leaves_no_thread_behind() -> None:
+    """One that wants the interpreter while this shuts down aborts the process: exit code 134 in place of ours."""
+    for names in run_ranks(2, threads_after_leaving):
+        assert not [name for name in names if "gloo" in name]
 
 
 def fail(kind: type[ClipscaleError], message: str) -> Any:

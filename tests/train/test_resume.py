@@ -88,7 +88,8 @@ def test_the_plain_engine_goes_on_with_any_number_of_ranks(size: int, toy: Toy, 
 def zero_five_and_five(world: World, toy: Toy, folder: Path) -> list[Outcome | None]:
     outcomes = []
     for stage in (2, 3):
-        config = toy.config(*TEN, "engine.kind=deepspeed", f"engine.zero_stage={stage}")
+        whole = ("train.image_chunk=whole", "train.text_chunk=whole")
+        config = toy.config(*TEN, *whole, "engine.kind=deepspeed", f"engine.zero_stage={stage}")
         finished = folder / f"through-{stage}"
         outcomes.append(run(world, config, finished))
         if world.is_main:
