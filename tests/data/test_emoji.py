@@ -21,11 +21,12 @@ from clipscale.data.sources.emoji_join import Icon, IconSet, hold_out, join, par
 from clipscale.errors import ConfigError, DataError
 
 GROUPS = {"0": "smileys", "1": "people", "3": "animals", "8": "symbols"}
+SUBGROUPS = {"0": "face-costume", "1": "person", "3": "animal-bird", "8": "geometric"}
 
 
 def _entry(label: str, hexcode: str, group: int | None = 3) -> dict[str, Any]:
     entry = {"label": label, "hexcode": hexcode, "tags": ["tag"]}
-    return entry if group is None else {**entry, "group": group}
+    return entry if group is None else {**entry, "group": group, "subgroup": group}
 
 
 EMOJIBASE = [
@@ -75,7 +76,7 @@ def test_labels_become_icon_names(label: str, slug: str) -> None:
 
 
 def test_flags_components_indicators_and_skin_tones_are_no_concepts() -> None:
-    slugs = [concept.slug for concept in parse_concepts(EMOJIBASE, GROUPS)]
+    slugs = [concept.slug for concept in parse_concepts(EMOJIBASE, GROUPS, SUBGROUPS)]
     assert slugs == [
         *("robot", "person-blond-hair", "man-blond-hair", "merperson", "mermaid"),
         *("cook", "man-cook", "woman-cook", "keycap-pound", "keycap-asterisk", "goose"),
@@ -83,7 +84,7 @@ def test_flags_components_indicators_and_skin_tones_are_no_concepts() -> None:
 
 
 def test_variants_of_one_emoji_share_a_base() -> None:
-    base = {concept.slug: concept.base for concept in parse_concepts(EMOJIBASE, GROUPS)}
+    base = {concept.slug: concept.base for concept in parse_concepts(EMOJIBASE, GROUPS, SUBGROUPS)}
     assert base["cook"] == base["man-cook"] == base["woman-cook"]
     assert base["person-blond-hair"] == base["man-blond-hair"]
     assert base["merperson"] == base["mermaid"]  # only their code points tell
@@ -108,7 +109,7 @@ def test_a_set_with_old_names_is_joined_through_the_aliases_and_code_points_of_o
         "coded": IconSet.parse(_icons("bird", "robot"), {"1fabf": "bird"}),
         "old": IconSet.parse(_icons("robot-face", "bird"), []),
     }
-    joined = join(parse_concepts(EMOJIBASE, GROUPS), sets)
+    joined = join(parse_concepts(EMOJIBASE, GROUPS, SUBGROUPS), sets)
     assert joined == {
         ("new", "robot"): "robot",
         ("new", "goose"): "goose",
@@ -124,7 +125,7 @@ def test_no_icon_of_an_artist_serves_two_concepts_and_exact_names_win() -> None:
         "a": IconSet.parse(_icons("blond", person_blond_hair="blond", man_blond_hair="blond"), []),
         "b": IconSet.parse(_icons("man-cook", "cook"), {"1F9D1-200D-1F373": "man-cook"}),
     }
-    joined = join(parse_concepts(EMOJIBASE, GROUPS), sets)
+    joined = join(parse_concepts(EMOJIBASE, GROUPS, SUBGROUPS), sets)
     assert joined == {
         ("a", "person-blond-hair"): "person-blond-hair",
         ("b", "man-cook"): "man-cook",
@@ -134,7 +135,9 @@ def test_no_icon_of_an_artist_serves_two_concepts_and_exact_names_win() -> None:
 
 def test_concepts_are_held_out_by_whole_bases_and_for_good() -> None:
     concepts = parse_concepts(
-        [_entry(f"{who}{i}", f"{i:04X}-{who}") for i in range(40) for who in ("man ", "")], GROUPS
+        [_entry(f"{who}{i}", f"{i:04X}-{who}") for i in range(40) for who in ("man ", "")],
+        GROUPS,
+        SUBGROUPS,
     )
     held = hold_out(concepts, 0.1, seed=0)
     assert len(held) == 8
@@ -144,7 +147,7 @@ def test_concepts_are_held_out_by_whole_bases_and_for_good() -> None:
 
 def test_splits_keep_their_promises() -> None:
     labels = [f"thing {chr(97 + i)}{chr(97 + j)}" for i in range(5) for j in range(8)]
-    concepts = parse_concepts([_entry(label, f"{n:04X}") for n, label in enumerate(labels)], GROUPS)
+    concepts = parse_concepts([_entry(label, f"{n:04X}") for n, label in enumerate(labels)], GROUPS, SUBGROUPS)
     names = [slugify(label) for label in labels]
     sets = {
         "noto": IconSet.parse(_icons(*names[:-1]), []),  # the last one is drawn by the held-out artist alone
@@ -193,7 +196,7 @@ def test_a_flip_mirrors_and_a_wide_icon_keeps_its_shape_in_the_middle() -> None:
 
 
 def test_a_broken_drawing_is_named() -> None:
-    concept = parse_concepts([_entry("goose", "1FABF")], GROUPS)[0]
+    concept = parse_concepts([_entry("goose", "1FABF")], GROUPS, SUBGROUPS)[0]
     with pytest.raises(DataError, match="noto's goose cannot be drawn"):
         emoji._members(emoji.Drawing("noto", concept, Icon("<g", 0, 0, 8, 8)), 16)
 
@@ -276,7 +279,7 @@ def _small_packages(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     }
     contents = {artist: {"icons.json": icons, "chars.json": [], "info.json": info} for artist in emoji.ARTISTS}
     base = [_entry(name.replace("-", " "), f"{n:04X}") for n, name in enumerate(names)]
-    contents["base"] = {"en/data.json": base, "meta/groups.json": {"groups": GROUPS}}
+    contents["base"] = {"en/data.json": base, "meta/groups.json": {"groups": GROUPS, "subgroups": SUBGROUPS}}
     folder.mkdir()
     packages = {}
     for name, files in contents.items():
@@ -309,7 +312,7 @@ def test_a_whole_build_and_its_reuse(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert handle is not None
         facts = json.load(handle)
     assert names[0].startswith("twemoji-thing-")
-    assert facts.keys() == {"label", "tags", "group", "artist", "concept", "hexcode"}
+    assert facts.keys() == {"label", "tags", "group", "kind", "described", "artist", "concept", "hexcode"}
 
     again = emoji.fetch_emoji(out, encode=lambda _: [5], size=16)
     assert again.reused

@@ -69,7 +69,7 @@ HELD_OUT_ARTIST = "twemoji"
 HELD_OUT_FRACTION = 0.1
 NUM_SHARDS = {"train": 8, "held_out_artist": 4, "held_out_concepts": 4}
 _SPLIT_SEED = 0
-_KIND, _FORMAT = "emoji", 2  # raise the format when the same sources would give other shards
+_KIND, _FORMAT = "emoji", 3  # raise the format when the same sources would give other shards
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _read_packages(folder: Path) -> tuple[list[Concept], dict[str, IconSet], dic
         icons, chars, info = npm.read_json(folder / package.tarball, ["icons.json", "chars.json", "info.json"])
         sets[artist], infos[artist] = IconSet.parse(icons, chars), info
     emojis, groups = npm.read_json(folder / EMOJIBASE.tarball, ["en/data.json", "meta/groups.json"])
-    return parse_concepts(emojis, groups["groups"]), sets, infos
+    return parse_concepts(emojis, groups["groups"], groups["subgroups"]), sets, infos
 
 
 def split_drawings(concepts: list[Concept], sets: Mapping[str, IconSet]) -> dict[str, list[Drawing]]:
@@ -181,6 +181,8 @@ def _members(drawing: Drawing, size: int) -> dict[str, bytes]:
         "label": concept.label,
         "tags": list(concept.tags),
         "group": concept.group,
+        "kind": concept.kind,
+        "described": f"{concept.label}, {concept.kind}",  # a name with its category, as in CLIP's prompts for pets
         "artist": drawing.artist,
         "concept": concept.slug,
         "hexcode": concept.hexcode,

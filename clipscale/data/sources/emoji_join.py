@@ -21,12 +21,17 @@ _MAX_ALIAS_DEPTH = 8
 
 @dataclass(frozen=True)
 class Concept:
-    """One emoji, whoever draws it. `base` is shared by the variants of one emoji ("man cook", "woman cook", "cook")."""
+    """One emoji, whoever draws it.
+
+    `kind` is its place in Unicode's order ("animal mammal"); it is one of the tags, too. `base` is shared by the
+    variants of one emoji ("man cook", "woman cook", "cook").
+    """
 
     slug: str
     label: str
     tags: tuple[str, ...]
     group: str
+    kind: str
     hexcode: str
     base: str
 
@@ -90,7 +95,9 @@ def slugify(label: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text).strip("-")
 
 
-def parse_concepts(emojibase: Iterable[Mapping[str, Any]], groups: Mapping[str, str]) -> list[Concept]:
+def parse_concepts(
+    emojibase: Iterable[Mapping[str, Any]], groups: Mapping[str, str], subgroups: Mapping[str, str]
+) -> list[Concept]:
     """Every emoji but flags, components and regional indicators, in emojibase's order; skin tones are left out.
 
     Tones are left out because their labels differ from the base emoji's by the tone alone: five near copies of each
@@ -101,10 +108,9 @@ def parse_concepts(emojibase: Iterable[Mapping[str, Any]], groups: Mapping[str, 
     concepts: dict[str, Concept] = {}
     for entry, base in zip(kept, bases, strict=True):
         slug = slugify(entry["label"])
-        group = groups[str(entry["group"])]
-        concepts.setdefault(
-            slug, Concept(slug, entry["label"], tuple(entry.get("tags", ())), group, entry["hexcode"], base)
-        )
+        group, kind = groups[str(entry["group"])], subgroups[str(entry["subgroup"])].replace("-", " ")
+        tags = tuple(dict.fromkeys([*entry.get("tags", ()), kind]))
+        concepts.setdefault(slug, Concept(slug, entry["label"], tags, group, kind, entry["hexcode"], base))
     return list(concepts.values())
 
 
