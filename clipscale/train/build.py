@@ -129,7 +129,8 @@ def _engine(
     clip_norm = config.train.clip_norm
     match config.engine:
         case PlainEngine():
-            return engines.PlainEngine(towers, optimizer, world, clip_norm=clip_norm)
+            sparse_rows = not config.model.compile
+            return engines.PlainEngine(towers, optimizer, world, clip_norm=clip_norm, sparse_rows=sparse_rows)
         case DeepSpeedEngine(zero_stage=stage):
             from clipscale.dist import deepspeed_engine  # takes seconds to import
 
