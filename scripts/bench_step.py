@@ -269,9 +269,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small case, under 50 s on 2 cores")
     parser.add_argument("--json", action="store_true", help="one object a line and nothing else")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8, 16, 64])
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     cases = [(8, 64, 3)] if args.quick else [(chunks, args.batch, args.repetitions) for chunks in args.chunks]
