@@ -34,7 +34,7 @@ KEEPING = {
 VARIANTS = {
     1: CHUNKS | STAGES,
     2: CHUNKS | STAGES | KEEPING,
-    4: {"chunks 7 and 5": CHUNKS["chunks 7 and 5"], "ZeRO-2": STAGES["ZeRO-2"]},
+    4: {"chunks 7 and 5": CHUNKS["chunks 7 and 5"]} | STAGES,
 }
 
 
