@@ -38,8 +38,9 @@ pytest: setup
 	$(BIN)/pytest
 
 bench: setup
-	$(BIN)/python scripts/bench_loss.py
-	$(BIN)/python scripts/bench_step.py
+	mkdir -p bench
+	$(BIN)/python scripts/bench_step.py --plot bench/step.png
+	$(BIN)/python scripts/bench_loss.py --plot bench/loss.png
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache

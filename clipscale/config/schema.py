@@ -57,7 +57,7 @@ class Train:
     duration: Duration
     image_chunk: Chunk = 128  # images per forward pass of the image tower, per rank
     text_chunk: Chunk = 512  # captions per forward pass of the text tower, per rank
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: towers under autocast; weights, features and loss stay fp32
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the towers, by autocast; weights, features, loss stay fp32
     clip_norm: NonNegative = 1.0  # bound of the global gradient norm; 0 switches clipping off
     keep_graph_bytes: CountOrZero | Literal["auto"] = "auto"  # per rank, for graphs kept instead of built twice
     check_replay: bool = False  # compare the features of both passes, chunk by chunk

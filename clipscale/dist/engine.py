@@ -78,6 +78,10 @@ class PlainEngine:
     one collective and no copy. With `sparse_rows`, a chunk's backward adds only the rows of the token table that its
     captions use; a dense gradient of the whole table, made anew for every chunk, is most of a small chunk's time.
     torch.compile does not take that.
+
+    `loss_scaling` is for towers in fp16, whose small gradients would vanish: they are computed times a factor that is
+    found by trial. A step whose gradients overflow is left out on all ranks, since all see the same sum, and its norm
+    is not finite.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class PlainEngine:
         *,
         clip_norm: float = 0.0,
         sparse_rows: bool = True,
+        loss_scaling: bool = False,
     ) -> None:
         self.model = model.to(world.device)
         self.device = world.device
@@ -99,24 +104,27 @@ class PlainEngine:
                 module.sparse = sparse_rows
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = _flat_gradients(self._parameters)
+        self._scaler = torch.amp.GradScaler(world.device.type, enabled=loss_scaling)
 
     def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
         return self.model(tower, inputs)
 
     def backward(self, surrogate: Tensor, *, last: bool) -> None:
-        surrogate.backward()
+        self._scaler.scale(surrogate).backward()
         if last and self._world.size > 1:
             for buffer in self._buffers:
                 dist.all_reduce(buffer, group=self._world.group)
                 buffer /= self._world.size
 
     def step(self, lr_factor: float) -> float:
+        self._scaler.unscale_(self._optimizer)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._clip_norm:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
         set_rates(self._optimizer, lr_factor)
-        self._optimizer.step()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         for buffer in self._buffers:
             buffer.zero_()
         return norm.item()  # waits for the device, once a step
@@ -126,7 +134,7 @@ class PlainEngine:
 
     def save(self, folder: Path) -> None:
         if self._world.is_main:
-            torch.save({"model": self.weights(), "optimizer": self._optimizer.state_dict()}, folder / "plain.pt")
+            torch.save({"model": self.weights(), "optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}, folder / "plain.pt")
 
     def load(self, folder: Path) -> None:
         path = folder / "plain.pt"
@@ -137,6 +145,7 @@ class PlainEngine:
         saved = torch.load(path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(saved["model"])
         self._optimizer.load_state_dict(saved["optimizer"])
+        self._scaler.load_state_dict(saved["scaler"])
 
 
 def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -127,12 +127,14 @@ class Towers(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, architecture: Mapping[str, Any], model: Model, loss: Loss, *, bf16: bool = False) -> None:
+    def __init__(
+        self, architecture: Mapping[str, Any], model: Model, loss: Loss, *, half: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         clip = _build(architecture)
         self.visual, self.text = clip.visual, clip.text
         self.logits = LogitScaling(loss)
-        self.bf16 = bf16
+        self.half_dtype = half
         # Shape [3, 1, 1], so that they broadcast over [n, 3, H, W].
         self.register_buffer("mean", torch.tensor(open_clip.OPENAI_DATASET_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(open_clip.OPENAI_DATASET_STD).view(3, 1, 1), persistent=False)
@@ -156,7 +158,7 @@ class Towers(nn.Module):
 
     def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 images [n, 3, H, W] or token ids [n, L] -> (features [n, d], log scale and maybe bias [1 or 2])."""
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(inputs.device.type, self.half_dtype, enabled=self.half_dtype is not None):
             features = self._see(inputs) if tower == "image" else self._read(inputs)
         return F.normalize(features.float(), dim=-1), self.logits()
 
@@ -229,15 +231,18 @@ def _refuse_batch_norm(towers: nn.Module) -> None:
         )
 
 
-def build_towers(model: Model, loss: Loss, *, bf16: bool = False) -> tuple[Towers, dict[str, Any]]:
-    """The towers and their architecture, with the token table cut to `model.token_ids` where given."""
+def build_towers(model: Model, loss: Loss, *, half: torch.dtype | None = None) -> tuple[Towers, dict[str, Any]]:
+    """The towers and their architecture, with the token table cut to `model.token_ids` where given.
+
+    `half` is what the towers compute in where autocast sees fit; the weights stay fp32.
+    """
     architecture = resolve_architecture(model)
     cut = copy.deepcopy(architecture)
     if model.token_ids:
         cut["text_cfg"]["vocab_size"] = len(read_token_ids(Path(model.token_ids)))
     if set(model.lock) == {"image", "text"}:
         raise ConfigError("model.lock: both towers are locked, so there is nothing to train; unlock one")
-    towers = Towers(cut, model, loss, bf16=bf16)
+    towers = Towers(cut, model, loss, half=half)
     if model.pretrained:
         _load_pretrained(towers, model)
     return towers, architecture

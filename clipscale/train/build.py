@@ -57,7 +57,7 @@ def build(config: Config, world: World) -> Parts:
     order = assign.Order(index.counts, config.run.seed, config.data.streams, config.data.shuffle_block)
     torch.manual_seed(config.run.seed)  # every rank draws the same first weights
     towers, architecture = world.together(
-        "model", lambda: build_towers(config.model, config.loss, bf16=config.train.precision == "bf16")
+        "model", lambda: build_towers(config.model, config.loss, half=_HALF.get(config.train.precision))
     )
     decoder = Decoder(
         image_size(architecture),
@@ -104,6 +104,9 @@ def _loss(loss: schema.Loss) -> Loss:
     return softmax if loss.kind == "softmax" else sigmoid
 
 
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def _plan(config: Config, world: World) -> tuple[ShardIndex, Plan]:
     index = ShardIndex.scan(expand_shards(config.data.shards))
     faults = assign.check(
@@ -112,6 +115,11 @@ def _plan(config: Config, world: World) -> tuple[ShardIndex, Plan]:
         global_batch=config.train.global_batch,
         world_size=world.size,
     )
+    if config.train.precision == "fp16" and config.engine.kind == "deepspeed":
+        faults.append(
+            "train.precision: fp16 needs its gradients scaled, which engine.kind = 'plain' does; "
+            "with 'deepspeed' use bf16, which needs no scaling"
+        )
     return index, make_plan(config, world.size, index.num_samples, faults)
 
 
@@ -130,7 +138,14 @@ def _engine(
     match config.engine:
         case PlainEngine():
             sparse_rows = not config.model.compile
-            return engines.PlainEngine(towers, optimizer, world, clip_norm=clip_norm, sparse_rows=sparse_rows)
+            return engines.PlainEngine(
+                towers,
+                optimizer,
+                world,
+                clip_norm=clip_norm,
+                sparse_rows=sparse_rows,
+                loss_scaling=config.train.precision == "fp16",
+            )
         case DeepSpeedEngine(zero_stage=stage):
             from clipscale.dist import deepspeed_engine  # takes seconds to import
 

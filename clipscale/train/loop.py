@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -113,7 +114,7 @@ def _steps(
                     "loss": result.loss,
                     "lr": config.optim.lr * lr_factor,
                     "logit_scale": result.logit_scale,
-                    "grad_norm": result.grad_norm,
+                    "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,  # None: step left out
                     "samples_per_s": plan.global_batch / step_s,
                     "step_s": step_s,
                     "data_wait_s": data_wait_s,

@@ -22,6 +22,7 @@ STAGES = {
     f"ZeRO-{stage}": ("engine.kind=deepspeed", f"engine.zero_stage={stage}", "train.image_chunk=16")
     for stage in range(4)
 }
+RAGGED = {f"{name}, chunks 7 and 5": (*settings, *CHUNKS["chunks 7 and 5"]) for name, settings in STAGES.items()}
 KEEPING = {
     "graphs kept, loader workers": (
         *CHUNKS["chunks 7 and 5"],
@@ -33,8 +34,8 @@ KEEPING = {
 }
 VARIANTS = {
     1: CHUNKS | STAGES,
-    2: CHUNKS | STAGES | KEEPING,
-    4: {"chunks 7 and 5": CHUNKS["chunks 7 and 5"]} | STAGES,
+    2: CHUNKS | STAGES | KEEPING | RAGGED,
+    4: {"chunks 7 and 5": CHUNKS["chunks 7 and 5"]} | STAGES | RAGGED,
 }
 
 

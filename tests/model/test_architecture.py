@@ -113,7 +113,7 @@ def test_features_have_unit_length_and_the_scale_starts_where_it_was_put() -> No
 def test_under_bf16_features_leave_in_fp32() -> None:
     images = torch.randint(256, (3, 3, 32, 32), dtype=torch.uint8)
     torch.manual_seed(0)
-    towers, _ = build_towers(small(), SOFTMAX, bf16=True)
+    towers, _ = build_towers(small(), SOFTMAX, half=torch.bfloat16)
     torch.manual_seed(0)
     exact, _ = build_towers(small(), SOFTMAX)
     features, _ = towers("image", images)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -38,10 +39,10 @@ DROPPING = {
 }
 
 
-def make(vision: dict[str, Any], *, bf16: bool = False, **options: Any) -> Towers:
+def make(vision: dict[str, Any], *, half: torch.dtype | None = None, **options: Any) -> Towers:
     torch.manual_seed(3)
     model = Model(embed_dim=8, vision_cfg=vision, text_cfg=TEXT, **options)
-    return build_towers(model, LOSS, bf16=bf16)[0]
+    return build_towers(model, LOSS, half=half)[0]
 
 
 def one_step(towers: Towers, shape: StepShape, world: World = ALONE) -> tuple[StepResult, dict[str, Tensor]]:
@@ -96,13 +97,34 @@ def test_compiled_towers_take_the_same_step() -> None:
 
 
 def test_bf16_towers_give_fp32_features_and_nearly_the_same_loss() -> None:
-    towers = make(VISION, bf16=True)
+    towers = make(VISION, half=torch.bfloat16)
     assert towers("image", batch()[0])[0].dtype == torch.float32
     found, updates = one_step(towers, StepShape(5, 3, check_replay=True))
     wanted, _ = one_step(make(VISION), StepShape(5, 3))
     assert found.loss != wanted.loss
     assert found.loss == pytest.approx(wanted.loss, rel=0.05)
     assert {update.dtype for update in updates.values()} == {torch.float32}
+
+
+def scaled_engine(towers: Towers) -> PlainEngine:
+    optimizer = torch.optim.SGD(parameter_groups(towers, lr=1e-3, weight_decay=0.0), lr=1e-3)
+    return PlainEngine(towers, optimizer, ALONE, clip_norm=1.0, loss_scaling=True)
+
+
+def test_fp16_finds_its_scale_and_then_follows_fp32() -> None:
+    """The first factors overflow fp16: these steps leave the weights alone, and the factor halves."""
+    towers, images, tokens = make(VISION, half=torch.float16), *batch()
+    engine, before = scaled_engine(towers), [parameter.detach().clone() for parameter in towers.parameters()]
+    wanted, _ = one_step(make(VISION), StepShape(5, 3))
+    for _ in range(30):
+        result = train_step(engine, images, tokens, ALONE, shape=StepShape(5, 3), loss=build._loss(LOSS), lr_factor=1.0)
+        if math.isfinite(result.grad_norm):
+            break
+        assert all(torch.equal(a, b) for a, b in zip(before, towers.parameters(), strict=True))
+    assert result.loss == pytest.approx(wanted.loss, rel=1e-2)
+    assert result.grad_norm == pytest.approx(wanted.grad_norm, rel=0.05)  # unscaled
+    moved = torch.stack([(a - b).norm() for a, b in zip(before, towers.parameters(), strict=True)]).norm()
+    assert moved.item() == pytest.approx(1e-3, rel=1e-3)  # rate times the clipped norm
 
 
 class Traffic(TorchDispatchMode):
