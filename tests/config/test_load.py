@@ -106,7 +106,7 @@ def test_every_fault_is_named_at_once_with_its_path_and_source(file: Path) -> No
         ("optim.betas=[0.9, 1.0]", "less than 1"),
         ("optim.betas=[0.9, 0.95, 0.99]", "found [0.9, 0.95, 0.99], wanted a shorter list"),
         ("train.image_chunk=all", "found 'all', wanted an integer or 'whole'"),
-        ("train.precision=fp8", "found 'fp8', wanted 'fp32' or 'bf16'"),
+        ("train.precision=fp8", "found 'fp8', wanted 'fp32', 'bf16' or 'fp16'"),
         ("data.shards=3", "found 3, wanted text in quotes"),
         ("data.shards=[1]", "found [1], wanted text in quotes"),
         ("model.activation_checkpointing=1", "found 1, wanted true or false"),
