@@ -18,7 +18,6 @@ from torch import Tensor
 
 from clipscale.dist.engine import Engine
 from clipscale.dist.world import World
-from clipscale.errors import DivergedError
 from clipscale.loss.cache import Embedded, cut_images, cut_texts, embed, replay
 from clipscale.loss.gather import Gathering, start_gather
 from clipscale.loss.tiles import LossGradients
@@ -54,8 +53,13 @@ class StepShape:
 @dataclass(frozen=True)
 class StepResult:
     loss: float
-    grad_norm: float  # of the whole gradient, before clipping
+    grad_norm: float  # of the whole gradient, before clipping; NaN where the loss was not finite
     logit_scale: float
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights were updated: a step whose loss or gradient is not finite is left out on all ranks."""
+        return math.isfinite(self.grad_norm)
 
 
 def train_step(
@@ -71,7 +75,7 @@ def train_step(
 ) -> StepResult:
     """Communicates. One step on this rank's uint8 images and token ids of the global batch; ranks hold equally many.
 
-    Raises `DivergedError` on all ranks when the loss is not finite; the weights are then still the last good ones.
+    Where the loss or the gradient is not finite, the weights and the optimizer stay as they were.
     """
     rows = [len(tokens)] * world.size
     texts = cut_texts(tokens, engine.model.text_lengths(tokens), shape.text_chunk)
@@ -84,14 +88,16 @@ def train_step(
     image = embed(engine, "image", pictures, keep=shape.keep_image_graphs, always_graph=shape.always_graph)
 
     result = loss(image.features, travelling, image.scalars, world, concepts)
-    _require_finite(result.loss.item())
+    value, logit_scale = result.loss.item(), image.scalars[0].exp().item()
+    if not math.isfinite(value):  # the global batch's, so on all ranks
+        return StepResult(value, math.nan, logit_scale)
 
     # A rank's backward carries W times its share of the gradient, so that the engine's mean over ranks is the whole.
     # The gradient of temperature and bias is the whole already, on every rank: the mean leaves it as it is.
     gradients = [(text, result.d_text * world.size), (image, result.d_image * world.size)]
     _replay_trained(engine, gradients, _d_scalars(result), check=shape.check_replay)
     grad_norm = engine.step(lr_factor)
-    return StepResult(result.loss.item(), grad_norm, image.scalars[0].exp().item())
+    return StepResult(value, grad_norm, logit_scale)
 
 
 def _replay_trained(
@@ -108,10 +114,3 @@ def _replay_trained(
 def _d_scalars(result: LossGradients) -> Float[Tensor, "s"]:
     both = [result.d_log_scale, result.d_bias]
     return torch.stack([gradient for gradient in both if gradient is not None])
-
-
-def _require_finite(loss: float) -> None:
-    if not math.isfinite(loss):
-        error = DivergedError(f"the loss is {loss}. Lower optim.lr, lengthen optim.warmup, or set train.clip_norm")
-        error.on_all_ranks = True  # the loss is the global batch's
-        raise error

@@ -18,7 +18,8 @@ from typing import Any
 import pydantic
 import tomli_w
 
-from clipscale.config.schema import DURATION_UNITS, Config, Duration
+from clipscale.config.schema import Config
+from clipscale.config.values import DURATION_UNITS, Duration
 from clipscale.errors import ConfigError
 
 if sys.version_info >= (3, 11):

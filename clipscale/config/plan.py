@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from clipscale.config.schema import Chunk, Config, Duration
+from clipscale.config.optim import ConstantSchedule, Optim, WarmupStableDecaySchedule
+from clipscale.config.schema import Chunk, Config
+from clipscale.config.values import Duration
 from clipscale.errors import ConfigError
 
 
@@ -22,7 +24,9 @@ class Plan:
     global_batch: int
     rank_batch: int
     total_steps: int
-    warmup_steps: int
+    warmup_samples: int
+    cooldown_samples: int  # at the end of training; 0 for schedules that have none
+    lr: float  # after the batch-size rule: the peak that groups' shares and the schedule multiply
     image_chunk: int
     text_chunk: int
     save_every_steps: int  # 0: only at the end
@@ -30,9 +34,13 @@ class Plan:
     num_samples: int  # per epoch
 
     @property
+    def total_samples(self) -> int:
+        return self.total_steps * self.global_batch
+
+    @property
     def epochs(self) -> float:
         """How often training sees each sample, on average."""
-        return self.total_steps * self.global_batch / self.num_samples
+        return self.total_samples / self.num_samples
 
 
 def steps_of(duration: Duration, *, global_batch: int, num_samples: int, total_steps: int | None = None) -> int:
@@ -47,6 +55,37 @@ def steps_of(duration: Duration, *, global_batch: int, num_samples: int, total_s
     if total_steps is None:
         raise ConfigError("train.duration: a fraction of what? wanted steps, samples or epochs")
     return math.ceil(_as_written(duration.fraction) * total_steps)
+
+
+def samples_of(duration: Duration, *, global_batch: int, num_samples: int, total_samples: int) -> int:
+    """A duration in samples, rounded up, which need not be whole steps: so are the parts of a schedule given."""
+    if duration.steps is not None:
+        return duration.steps * global_batch
+    if duration.samples is not None:
+        return duration.samples
+    if duration.epochs is not None:
+        return math.ceil(_as_written(duration.epochs) * num_samples)
+    assert duration.fraction is not None
+    return math.ceil(_as_written(duration.fraction) * total_samples)
+
+
+def scaled_lr(optim: Optim, global_batch: int) -> float:
+    """The peak rate for this batch: lr, times (batch / base_batch) or its root where a rule is chosen.
+
+    The square root is LAMB's rule (You et al. 2020, section 4), the linear one LARS' and SGD's (Goyal et al. 2017).
+    """
+    growth = global_batch / optim.base_batch
+    return optim.lr * {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[optim.lr_rule]
+
+
+def _cooldown(optim: Optim) -> Duration | None:
+    match optim.schedule:
+        case ConstantSchedule(cooldown=cooldown):
+            return cooldown
+        case WarmupStableDecaySchedule(decay=decay):
+            return decay
+        case _:
+            return None
 
 
 def _as_written(number: float) -> Fraction:
@@ -72,7 +111,11 @@ def make_plan(config: Config, world_size: int, num_samples: int, faults: Sequenc
             return 0
         return steps_of(duration, global_batch=batch, num_samples=num_samples, total_steps=total)
 
-    warmup = in_steps(config.optim.warmup)
+    def in_samples(duration: Duration | None) -> int:
+        if duration is None:
+            return 0
+        return samples_of(duration, global_batch=batch, num_samples=num_samples, total_samples=total * batch)
+
     if faults:
         raise ConfigError("this run cannot work:\n" + "\n".join(f"  - {fault}" for fault in faults))
     rank_batch = batch // world_size
@@ -81,7 +124,9 @@ def make_plan(config: Config, world_size: int, num_samples: int, faults: Sequenc
         global_batch=batch,
         rank_batch=rank_batch,
         total_steps=total,
-        warmup_steps=warmup,
+        warmup_samples=in_samples(config.optim.warmup),
+        cooldown_samples=in_samples(_cooldown(config.optim)),
+        lr=scaled_lr(config.optim, batch),
         image_chunk=_chunk(config.train.image_chunk, rank_batch),
         text_chunk=_chunk(config.train.text_chunk, rank_batch),
         save_every_steps=in_steps(config.train.save_every),

@@ -9,42 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
+from clipscale.config.optim import Optim
+from clipscale.config.values import STRICT, Beta, Count, CountOrZero, Duration, NonNegative, Positive, Share
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Chunk = Count | Literal["whole"]
 
 
 @dataclass(frozen=True)
-class Duration:
-    """A length of training. Exactly one of the four: `{ steps = 100 }`, `{ samples = 2_000_000 }`, ..."""
-
-    __pydantic_config__ = _STRICT
-    steps: Count | None = None
-    samples: Count | None = None
-    epochs: Positive | None = None
-    fraction: Annotated[float, Field(gt=0, le=1)] | None = None  # of the whole training
-
-    def __post_init__(self) -> None:
-        given = [unit for unit in DURATION_UNITS if getattr(self, unit) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise ValueError(f"found {found}, wanted exactly one of steps, samples, epochs, fraction")
-
-
-DURATION_UNITS = ("steps", "samples", "epochs", "fraction")
-
-
-@dataclass(frozen=True)
 class Run:
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     seed: CountOrZero = 0
 
 
@@ -52,7 +27,7 @@ class Run:
 class Train:
     """One step sees `global_batch` pairs, whatever the number of ranks; chunks only bound memory."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     global_batch: Count
     duration: Duration
     image_chunk: Chunk = 128  # images per forward pass of the image tower, per rank
@@ -60,6 +35,8 @@ class Train:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the towers, by autocast; weights, features, loss stay fp32
     clip_norm: NonNegative = 1.0  # bound of the global gradient norm; 0 switches clipping off
     keep_graph_bytes: CountOrZero | Literal["auto"] = "auto"  # per rank, for graphs kept instead of built twice
+    max_skipped: Count = 10  # steps in a row left out because the loss or the gradient was not finite; one more: exit 4
+    ema_decay: Beta = 0.0  # of an average of the weights, kept in fp32 beside them; 0: none
     check_replay: bool = False  # compare the features of both passes, chunk by chunk
     save_every: Duration | None = None  # a checkpoint is always written at the end
     keep_checkpoints: Count = 3  # the newest ones; older ones are deleted
@@ -70,7 +47,7 @@ class Train:
 class PlainEngine:
     """Whole weights and optimizer state on every rank: the reference that the others must equal."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["plain"]
     zero_stage: Literal[0] = 0
 
@@ -79,19 +56,33 @@ class PlainEngine:
 class DeepSpeedEngine:
     """ZeRO: stage 1 shards the optimizer state over the ranks, 2 the gradients too, 3 the weights too."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["deepspeed"]
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    hpz_group: CountOrZero = (
+        0  # stage 3: ranks that hold a second copy of the weights between them (ZeRO++), usually a node
+    )
+    offload_optimizer: bool = False  # optimizer state and fp32 weights live in host memory (stages 1 to 3)
+    offload_parameters: bool = False  # sharded weights live in host memory (stage 3)
 
 
-Engine = Annotated[PlainEngine | DeepSpeedEngine, Field(discriminator="kind")]
+@dataclass(frozen=True)
+class HsdpEngine:
+    """FSDP2: everything sharded within groups of ranks, which talk to each other once a step."""
+
+    __pydantic_config__ = STRICT
+    kind: Literal["hsdp"]
+    shard_group: Count  # ranks that share one copy of the weights, usually those of a node
+
+
+Engine = Annotated[PlainEngine | DeepSpeedEngine | HsdpEngine, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
 class SoftmaxLoss:
     """InfoNCE, as in CLIP (Radford et al. 2021)."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["softmax"]
     init_temperature: Positive = 0.07  # the logit scale starts at its inverse
     gather_dtype: Literal["fp32", "bf16"] = "fp32"  # what travels between ranks; bf16 rounds the features
@@ -104,7 +95,7 @@ class SoftmaxLoss:
 class SigmoidLoss:
     """Every pair on its own, as in SigLIP (Zhai et al. 2023), whose starting values these are."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["sigmoid"]
     init_temperature: Positive = 0.1
     init_bias: float = -10.0
@@ -118,27 +109,10 @@ Loss = Annotated[SoftmaxLoss | SigmoidLoss, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """Decoupled weight decay (Loshchilov and Hutter 2019). Warm-up from 0, then cosine down to `final_lr`."""
-
-    __pydantic_config__ = _STRICT
-    kind: Literal["adamw"]
-    lr: Positive
-    weight_decay: NonNegative = 0.2
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    eps: Positive = 1e-6
-    warmup: Duration = Duration(fraction=0.05)
-    final_lr: Share = 0.0  # as a share of lr
-
-
-Optim = AdamW  # grows into a tagged union, as Engine
-
-
-@dataclass(frozen=True)
 class NoAugment:
     """Shortest side resized, centre cropped: what evaluation sees."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["none"]
 
 
@@ -146,7 +120,7 @@ class NoAugment:
 class CropAugment:
     """A random crop that covers `scale` of the area, resized: the usual choice for photographs."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["crop"]
     scale: tuple[Positive, Positive] = (0.9, 1.0)
     ratio: tuple[Positive, Positive] = (0.75, 1.3333)
@@ -157,7 +131,7 @@ class CropAugment:
 class AffineAugment:
     """A light rotation, shift and zoom on white: for drawings, scans and other objects on a plain ground."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["affine"]
     degrees: NonNegative = 10.0
     translate: Share = 0.08  # of the side
@@ -172,7 +146,7 @@ Augment = Annotated[NoAugment | CropAugment | AffineAugment, Field(discriminator
 class TextCaption:
     """The caption is one field of the sample: an extension (`txt`), or a key inside its JSON (`json:caption`)."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["text"]
     field: str = "txt"
 
@@ -181,7 +155,7 @@ class TextCaption:
 class LabelAndTagsCaption:
     """The caption is drawn anew each epoch from `label` and `tags` of the sample's JSON."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["label_and_tags"]
     label_only: Share = 0.5  # chance of the label alone
     tags_only: Share = 0.0  # chance of tags without the label
@@ -195,7 +169,7 @@ Caption = Annotated[TextCaption | LabelAndTagsCaption, Field(discriminator="kind
 class Data:
     """`shards`: paths, globs, folders or braces (`train-{000..127}.tar`), one or a list."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     shards: str | tuple[str, ...]
     workers: CountOrZero = 2  # decoding processes per rank; 0 decodes between the steps
     streams: Count = 48  # the epoch is cut into so many streams; ranks must divide it
@@ -213,7 +187,7 @@ class Model:
     With both, the tables override single keys of the named architecture.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     name: str = ""
     embed_dim: Count | None = None
     vision_cfg: dict[str, Any] = field(default_factory=dict)
@@ -222,6 +196,8 @@ class Model:
     token_ids: str = ""  # JSON list of the token ids that occur; only these rows of the token table are trained
     pretrained: str = ""  # open_clip weights to start from: a file, or a folder as in RUN/model
     lock: tuple[Literal["image", "text"], ...] = ()  # towers that stay as they are (LiT: the image tower)
+    unlock_image_layers: CountOrZero = 0  # of a locked tower: so many of its last layers are trained all the same
+    unlock_text_layers: CountOrZero = 0
     activation_checkpointing: bool = False
     compile: bool = False  # torch.compile on both towers
     freeze_batch_norm: bool = False  # keep BatchNorm layers at their statistics; without it they are refused
@@ -231,7 +207,7 @@ class Model:
 class ZeroShotEval:
     """Names of `label` as classes; every image is given its most similar name."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["zeroshot"]
     name: str
     shards: str | tuple[str, ...]
@@ -243,7 +219,7 @@ class ZeroShotEval:
 class RetrievalEval:
     """Images find their captions and captions their images."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     kind: Literal["retrieval"]
     name: str
     shards: str | tuple[str, ...]
@@ -257,7 +233,7 @@ Eval = Annotated[ZeroShotEval | RetrievalEval, Field(discriminator="kind")]
 class Config:
     """One whole experiment."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     train: Train
     data: Data
     model: Model

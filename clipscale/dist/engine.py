@@ -1,11 +1,12 @@
 """Engines: who holds the weights, the gradients and the optimizer state, and how the ranks combine them.
 
 The contract is documented once, at `Engine`. `PlainEngine` keeps everything on every rank and is the reference;
-`deepspeed_engine` shards it.
+`deepspeed_engine` and `hsdp_engine` shard it.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -37,7 +38,7 @@ class Engine(Protocol):
     def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """-> (features [n, d], log scale and maybe bias [1 or 2]).
 
-        Communicates under ZeRO-3: all ranks call it equally often.
+        Communicates under ZeRO-3 and hsdp: all ranks call it equally often.
         """
         ...
 
@@ -46,14 +47,14 @@ class Engine(Protocol):
         ...
 
     def step(self, lr_factor: float) -> float:
-        """Communicates under ZeRO. Clips, updates every group at its base rate times `lr_factor`, clears gradients.
+        """Communicates where anything is sharded. Clips, updates at the base rates times `lr_factor`, clears gradients.
 
-        Returns the global gradient norm before clipping.
+        Returns the global gradient norm before clipping. Where that is not finite nothing was updated, on any rank.
         """
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """Communicates under ZeRO-3. The whole state dict on the CPU, on every rank."""
+        """Communicates under ZeRO-3 and hsdp. The whole state dict on the CPU, on every rank."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -71,6 +72,41 @@ def set_rates(optimizer: torch.optim.Optimizer, lr_factor: float) -> None:
         group["lr"] = group["base_lr"] * lr_factor
 
 
+class LossScale:
+    """The factor on every gradient of towers in fp16, whose small ones would vanish; found by trial.
+
+    Halved after a step whose gradients overflow, which is left out, and doubled after `_PATIENCE` good ones
+    (Micikevicius et al. 2018). Without `dynamic` it is 1 for good.
+    """
+
+    _PATIENCE = 2000
+
+    def __init__(self, *, dynamic: bool) -> None:
+        self._dynamic = dynamic
+        self.value = 2.0**16 if dynamic else 1.0
+        self._good_steps = 0
+
+    def update(self, *, finite: bool) -> None:
+        if not self._dynamic:
+            return
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self._good_steps == self._PATIENCE:
+            self.value, self._good_steps = self.value * 2, 0
+
+    def state(self) -> dict[str, float]:
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.value, self._good_steps = state["value"], int(state["good_steps"])
+
+
+def clip_factor(norm: float, clip_norm: float) -> float:
+    """What brings a gradient of this norm within the bound; 0 is no bound."""
+    return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
+
+
 class PlainEngine:
     """Whole weights and optimizer state on every rank; one all-reduce of all gradients a step.
 
@@ -78,10 +114,6 @@ class PlainEngine:
     one collective and no copy. With `sparse_rows`, a chunk's backward adds only the rows of the token table that its
     captions use; a dense gradient of the whole table, made anew for every chunk, is most of a small chunk's time.
     torch.compile does not take that.
-
-    `loss_scaling` is for towers in fp16, whose small gradients would vanish: they are computed times a factor that is
-    found by trial. A step whose gradients overflow is left out on all ranks, since all see the same sum, and its norm
-    is not finite.
     """
 
     def __init__(
@@ -104,37 +136,39 @@ class PlainEngine:
                 module.sparse = sparse_rows
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = _flat_gradients(self._parameters)
-        self._scaler = torch.amp.GradScaler(world.device.type, enabled=loss_scaling)
+        self._scale = LossScale(dynamic=loss_scaling)
 
     def forward(self, tower: Tower, inputs: Tensor) -> tuple[Tensor, Tensor]:
         return self.model(tower, inputs)
 
     def backward(self, surrogate: Tensor, *, last: bool) -> None:
-        self._scaler.scale(surrogate).backward()
+        (surrogate * self._scale.value).backward()
         if last and self._world.size > 1:
             for buffer in self._buffers:
                 dist.all_reduce(buffer, group=self._world.group)
                 buffer /= self._world.size
 
     def step(self, lr_factor: float) -> float:
-        self._scaler.unscale_(self._optimizer)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if self._clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
-        set_rates(self._optimizer, lr_factor)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
+        norm = torch.nn.utils.get_total_norm(gradients).item() / self._scale.value  # waits for the device, once a step
+        if finite := math.isfinite(norm):
+            factor = clip_factor(norm, self._clip_norm) / self._scale.value
+            if factor != 1:
+                torch._foreach_mul_(self._buffers, factor)
+            set_rates(self._optimizer, lr_factor)
+            self._optimizer.step()
+        self._scale.update(finite=finite)
         for buffer in self._buffers:
             buffer.zero_()
-        return norm.item()  # waits for the device, once a step
+        return norm
 
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
 
     def save(self, folder: Path) -> None:
         if self._world.is_main:
-            torch.save({"model": self.weights(), "optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}, folder / "plain.pt")
+            state = {"model": self.weights(), "optimizer": self._optimizer.state_dict(), "scale": self._scale.state()}
+            torch.save(state, folder / "plain.pt")
 
     def load(self, folder: Path) -> None:
         path = folder / "plain.pt"
@@ -145,7 +179,7 @@ class PlainEngine:
         saved = torch.load(path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(saved["model"])
         self._optimizer.load_state_dict(saved["optimizer"])
-        self._scaler.load_state_dict(saved["scaler"])
+        self._scale.load(saved["scale"])
 
 
 def _flat_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -121,7 +121,7 @@ def join(timeout_s: float = 1800.0) -> World:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     wait = timedelta(seconds=timeout_s)
     if seat.size == 1:
-        alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        alone = dist.HashStore()
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=wait)
         return World(0, 1, device)
     if STORE_VARIABLE in env:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from clipscale.config.schema import Loss, Model, SigmoidLoss, SoftmaxLoss
 from clipscale.dist.engine import Tower
 from clipscale.errors import ConfigError, DataError
+from clipscale.model import depth
 
 # ---- architecture -----------------------------------------------------------------------------------------------
 
@@ -145,13 +146,18 @@ class Towers(nn.Module):
             self.visual = freeze_batch_norm_2d(self.visual)
         _refuse_batch_norm(self)
         for tower in model.lock:
-            self._tower(tower).requires_grad_(False)
+            unlocked = model.unlock_image_layers if tower == "image" else model.unlock_text_layers
+            depth.lock(self._tower(tower), unlocked_layers=unlocked)
         if model.compile:
             self.visual.compile()
             self.text.compile(dynamic=True)  # captions are trimmed to many lengths
 
     def _tower(self, tower: Tower) -> Any:
         return self.visual if tower == "image" else self.text
+
+    def depths(self) -> dict[str, tuple[Tower, int]]:
+        """By parameter: the tower, and the number of layers above."""
+        return depth.depths(self.visual, self.text)
 
     def is_trained(self, tower: Tower) -> bool:
         return any(parameter.requires_grad for parameter in self._tower(tower).parameters())
@@ -240,12 +246,20 @@ def build_towers(model: Model, loss: Loss, *, half: torch.dtype | None = None) -
     cut = copy.deepcopy(architecture)
     if model.token_ids:
         cut["text_cfg"]["vocab_size"] = len(read_token_ids(Path(model.token_ids)))
-    if set(model.lock) == {"image", "text"}:
-        raise ConfigError("model.lock: both towers are locked, so there is nothing to train; unlock one")
+    _check_lock(model)
     towers = Towers(cut, model, loss, half=half)
     if model.pretrained:
         _load_pretrained(towers, model)
     return towers, architecture
+
+
+def _check_lock(model: Model) -> None:
+    unlocked = {"image": model.unlock_image_layers, "text": model.unlock_text_layers}
+    if set(model.lock) == {"image", "text"} and not any(unlocked.values()):
+        raise ConfigError("model.lock: both towers are locked, so there is nothing to train; unlock one, or its top")
+    for tower, layers in unlocked.items():
+        if layers and tower not in model.lock:
+            raise ConfigError(f"model.unlock_{tower}_layers: the {tower} tower is not in model.lock, so all of it is")
 
 
 def _load_pretrained(towers: Towers, model: Model) -> None:

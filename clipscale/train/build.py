@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import timm.optim
 import torch
 from torch import Tensor
 
+from clipscale.config import optim as optims
 from clipscale.config import schema
+from clipscale.config.optim import Optim
 from clipscale.config.plan import Plan, make_plan
-from clipscale.config.schema import Config, DeepSpeedEngine, PlainEngine
+from clipscale.config.schema import Config
+from clipscale.config.support import require_supported
 from clipscale.data import assign
 from clipscale.data.decode import Decoder
 from clipscale.data.index import ShardIndex
@@ -21,8 +25,14 @@ from clipscale.loss.contrastive import contrastive_loss
 from clipscale.loss.sigmoid import sigmoid_loss
 from clipscale.loss.tiles import LossGradients
 from clipscale.model.towers import Tokenize, build_towers, image_size
-from clipscale.optim.groups import clamp_after_step, parameter_groups
-from clipscale.optim.schedule import warmup_cosine
+from clipscale.optim import segments
+from clipscale.optim.average import WeightAverage
+from clipscale.optim.groups import Treatment, clamp_after_step, parameter_groups, treatments
+from clipscale.optim.lamb import Lamb
+from clipscale.optim.lars import Lars
+from clipscale.optim.layerwise import LayerwiseOptimizer
+from clipscale.optim.schedule import Curve
+from clipscale.optim.segments import Layout
 from clipscale.step import Loss, StepShape
 
 
@@ -38,20 +48,17 @@ class Parts:
     tokenize: Tokenize
     architecture: dict[str, Any]
     engine: engines.Engine
+    optimizer: torch.optim.Optimizer
+    treatments: dict[str, Treatment]
+    layout: Layout
+    curve: Curve
     loss: Loss
     shape: StepShape
-
-    def lr_factor(self, step: int) -> float:
-        return warmup_cosine(
-            step,
-            warmup_steps=self.plan.warmup_steps,
-            total_steps=self.plan.total_steps,
-            final=self.config.optim.final_lr,
-        )
 
 
 def build(config: Config, world: World) -> Parts:
     """Communicates. Checks the whole request, then builds; a fault on any rank ends all of them with its words."""
+    require_supported(config, world.size)
     index, plan = world.together("data", lambda: _plan(config, world))
     world.agree("the shards", index.counts)
     order = assign.Order(index.counts, config.run.seed, config.data.streams, config.data.shuffle_block)
@@ -69,8 +76,12 @@ def build(config: Config, world: World) -> Parts:
     )
     tokenize = Tokenize(config.model, architecture)
     towers.to(world.device)
-    optimizer = _optimizer(config, towers)
-    engine = _engine(config, plan, towers, optimizer, world)
+    treated = world.together("groups", lambda: treatments(towers, config.optim, towers.depths()))
+    engine, optimizer, layout = _engine(config, plan, towers, treated, world)
+    if isinstance(optimizer, LayerwiseOptimizer):
+        optimizer.layout = layout
+    schedule = config.optim.schedule
+    curve = Curve(schedule, plan.total_samples, plan.warmup_samples, plan.cooldown_samples)
     shape = StepShape(
         plan.image_chunk,
         plan.text_chunk,
@@ -79,7 +90,22 @@ def build(config: Config, world: World) -> Parts:
         gather_dtype=_gather_dtype(config.loss),
         check_replay=config.train.check_replay,
     )
-    return Parts(config, plan, index, order, decoder, tokenize, architecture, engine, _loss(config.loss), shape)
+    return Parts(
+        config,
+        plan,
+        index,
+        order,
+        decoder,
+        tokenize,
+        architecture,
+        engine,
+        optimizer,
+        treated,
+        layout,
+        curve,
+        _loss(config.loss),
+        shape,
+    )
 
 
 def _gather_dtype(loss: schema.Loss) -> torch.dtype | None:
@@ -115,40 +141,72 @@ def _plan(config: Config, world: World) -> tuple[ShardIndex, Plan]:
         global_batch=config.train.global_batch,
         world_size=world.size,
     )
-    if config.train.precision == "fp16" and config.engine.kind == "deepspeed":
-        faults.append(
-            "train.precision: fp16 needs its gradients scaled, which engine.kind = 'plain' does; "
-            "with 'deepspeed' use bf16, which needs no scaling"
-        )
     return index, make_plan(config, world.size, index.num_samples, faults)
 
 
-def _optimizer(config: Config, towers: torch.nn.Module) -> torch.optim.Optimizer:
-    optim = config.optim
-    groups = parameter_groups(towers, lr=optim.lr, weight_decay=optim.weight_decay)
-    optimizer = torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps)
+def _optimizer(
+    config: Config, plan: Plan, model: torch.nn.Module, treated: dict[str, Treatment]
+) -> torch.optim.Optimizer:
+    optimizer = _bare_optimizer(config.optim, plan.lr, model, treated)
     optimizer.register_step_post_hook(clamp_after_step)
+    if config.train.ema_decay:
+        optimizer.register_step_post_hook(WeightAverage(config.train.ema_decay))
     return optimizer
 
 
+def _bare_optimizer(
+    optim: Optim, lr: float, model: torch.nn.Module, treated: dict[str, Treatment]
+) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, treated, lr)
+    match optim:
+        case optims.AdamW():
+            return torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps)
+        case optims.Lamb():
+            bound = optim.max_trust_ratio
+            return Lamb(model, treated, lr, betas=optim.betas, eps=optim.eps, max_trust_ratio=bound)
+        case optims.Lars():
+            bound = optim.max_trust_ratio
+            options = {"momentum": optim.momentum, "trust_coefficient": optim.trust_coefficient}
+            return Lars(model, treated, lr, max_trust_ratio=bound, **options)
+        case optims.Lion():
+            return timm.optim.Lion(groups, betas=optim.betas)
+        case optims.Sgd():
+            return torch.optim.SGD(groups, momentum=optim.momentum, nesterov=optim.nesterov)
+        case optims.Muon():
+            # Tables are no matrices that map one space to another: AdamW updates them, as it does the vectors.
+            by_adamw = [{**group, "use_fallback": not group["adapt"]} for group in groups]
+            return timm.optim.Muon(by_adamw, momentum=optim.momentum, betas=optim.betas, eps=optim.eps)
+
+
 def _engine(
-    config: Config, plan: Plan, towers: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World
-) -> engines.Engine:
-    clip_norm = config.train.clip_norm
+    config: Config, plan: Plan, towers: torch.nn.Module, treated: dict[str, Treatment], world: World
+) -> tuple[engines.Engine, torch.optim.Optimizer, Layout]:
+    """The engine, the optimizer inside it, and where the layers lie in what that is given."""
+    options: dict[str, Any] = {
+        "clip_norm": config.train.clip_norm,
+        "loss_scaling": config.train.precision == "fp16",
+    }
     match config.engine:
-        case PlainEngine():
+        case schema.PlainEngine():
+            optimizer = _optimizer(config, plan, towers, treated)
             sparse_rows = not config.model.compile
-            return engines.PlainEngine(
-                towers,
-                optimizer,
-                world,
-                clip_norm=clip_norm,
-                sparse_rows=sparse_rows,
-                loss_scaling=config.train.precision == "fp16",
-            )
-        case DeepSpeedEngine(zero_stage=stage):
+            engine = engines.PlainEngine(towers, optimizer, world, sparse_rows=sparse_rows, **options)
+            return engine, optimizer, segments.whole_layers(towers)
+        case schema.HsdpEngine(shard_group=shard_group):
+            from clipscale.dist import hsdp_engine
+
+            groups = hsdp_engine.shard_model(towers, world, shard_group)
+            optimizer = _optimizer(config, plan, towers, treated)
+            engine = hsdp_engine.HsdpEngine(towers, optimizer, world, groups, **options)
+            return engine, optimizer, segments.sharded_layers(towers, groups.shard)
+        case schema.DeepSpeedEngine() as chosen:
             from clipscale.dist import deepspeed_engine  # takes seconds to import
 
-            return deepspeed_engine.DeepSpeedEngine(
-                towers, optimizer, world, rank_batch=plan.rank_batch, zero_stage=stage, clip_norm=clip_norm
+            zero = deepspeed_engine.Zero(
+                chosen.zero_stage, chosen.hpz_group, chosen.offload_optimizer, chosen.offload_parameters
             )
+            optimizer = _optimizer(config, plan, towers, treated)
+            engine = deepspeed_engine.DeepSpeedEngine(
+                towers, optimizer, world, rank_batch=plan.rank_batch, zero=zero, **options
+            )
+            return engine, optimizer, segments.of_zero(towers, engine.sharded_optimizer, chosen.zero_stage)

@@ -31,7 +31,8 @@ _OWN_FILES = ("resolved.toml", "run.json", "metrics.jsonl", "checkpoints", "mode
 class Progress:
     """Where a run stands, beside what its engine holds."""
 
-    step: int  # updates done
+    step: int  # batches learned from
+    applied: int  # updates done: all but those left out because they were not finite
     cursors: dict[int, int]  # of all streams
     order: str  # signature of the data order the cursors belong to
     model: dict[str, Any]  # the [model] table

@@ -17,11 +17,12 @@ from rich.console import Console
 
 import clipscale
 from clipscale.config.load import to_toml
-from clipscale.config.schema import Config
+from clipscale.config.schema import Config, DeepSpeedEngine, Engine, HsdpEngine, PlainEngine
 from clipscale.data.loader import TrainLoader
 from clipscale.dist.world import World
+from clipscale.errors import DivergedError
 from clipscale.evaluate.run import ForwardEmbedder, evaluate
-from clipscale.step import train_step
+from clipscale.step import StepResult, train_step
 from clipscale.train import checkpoint, memory
 from clipscale.train.build import Parts, build
 from clipscale.train.metrics import Display, MetricsFile
@@ -35,23 +36,22 @@ def train(config: Config, out: Path, world: World, console: Console, *, resume: 
     found = world.together("run folder", lambda: checkpoint.prepare(out, resume=resume) if world.is_main else None)
     folder = world.gather_objects(found)[0]
     parts = build(config, world)
-    step, cursors = 0, parts.order.cursors_at(0)
+    progress = checkpoint.Progress(0, 0, parts.order.cursors_at(0), parts.order.signature, asdict(config.model))
     if folder is not None:
         progress = world.together(
             "resume",
             lambda: checkpoint.load(folder, parts.engine, order=parts.order.signature, model=config.model),
         )
-        step, cursors = progress.step, progress.cursors
     if world.is_main:
-        _describe(parts, out, world, console, step)
-    if step >= parts.plan.total_steps:
+        _describe(parts, out, world, console, progress.step)
+    if progress.step >= parts.plan.total_steps:
         return
-    metrics = MetricsFile(out / "metrics.jsonl", from_step=step) if world.is_main else None
+    metrics = MetricsFile(out / "metrics.jsonl", from_step=progress.step) if world.is_main else None
     # What other ranks have to show is the same, so they show it to nobody.
     watched = console if world.is_main else Console(quiet=True)
-    with Display(watched, total_steps=parts.plan.total_steps, step=step) as display:
+    with Display(watched, total_steps=parts.plan.total_steps, step=progress.step) as display:
         try:
-            _steps(parts, out, world, display, metrics, step, cursors)
+            _steps(parts, out, world, display, metrics, progress)
         finally:
             if metrics is not None:
                 metrics.close()
@@ -63,10 +63,11 @@ def _steps(
     world: World,
     display: Display,
     metrics: MetricsFile | None,
-    step: int,
-    cursors: dict[int, int],
+    progress: checkpoint.Progress,
 ) -> None:
-    """The loop itself, from `step` to the plan's last."""
+    """The loop itself, from where `progress` stands to the plan's last step."""
+    step, applied, cursors = progress.step, progress.applied, progress.cursors
+    skips = _Skips(parts.config.train.max_skipped)
     config, plan, shape = parts.config, parts.plan, parts.shape
     dropped: Counter[str] = Counter()
     waits = _Waits()
@@ -91,7 +92,8 @@ def _steps(
             data_wait_s = time.perf_counter() - start
             # Dropout and patch dropout depend on (seed, step, rank) alone, so a resumed run draws them alike.
             torch.manual_seed((config.run.seed * 1_000_003 + step) * 65_537 + world.rank)
-            lr_factor = parts.lr_factor(step)
+            # Over applied updates: one that was left out has not used up its share of the schedule.
+            lr_factor = parts.curve.factor(applied * plan.global_batch, plan.global_batch)
             result = train_step(
                 parts.engine,
                 batch.images,
@@ -103,6 +105,7 @@ def _steps(
                 concepts=None if batch.concepts is None else batch.concepts.to(world.device),
             )
             step += 1
+            applied += result.applied
             if shape is parts.shape:  # the first step showed how much memory one takes: what is left may hold graphs
                 shape = memory.keep_graphs(shape, parts, batch, world)
             cursors = cursors | batch.cursors
@@ -111,10 +114,11 @@ def _steps(
             if metrics is not None:
                 record = {
                     "step": step,
-                    "loss": result.loss,
-                    "lr": config.optim.lr * lr_factor,
+                    "loss": _finite(result.loss),
+                    "lr": plan.lr * lr_factor,
                     "logit_scale": result.logit_scale,
-                    "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,  # None: step left out
+                    "grad_norm": _finite(result.grad_norm),
+                    "applied": result.applied,
                     "samples_per_s": plan.global_batch / step_s,
                     "step_s": step_s,
                     "data_wait_s": data_wait_s,
@@ -125,21 +129,26 @@ def _steps(
                 display.show({**record, "eta_s": waits.note(step_s, data_wait_s) * (plan.total_steps - step)})
                 if warning := waits.warning(config.data.workers):
                     display.say(warning)
+                if not result.applied:
+                    display.say(f"step {step} left out: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}")
+            skips.note(step, result)
             last = step == plan.total_steps
             if last or (plan.save_every_steps and step % plan.save_every_steps == 0):
-                _save(parts, out, world, step, cursors)
+                _save(parts, out, world, step, applied, cursors)
             if last or (plan.eval_every_steps and step % plan.eval_every_steps == 0):
                 _evaluate(parts, world, display, metrics, step)
     for reason, count in sum(map(Counter, world.gather_objects(dict(dropped))), Counter()).items():
         display.say(f"dropped {count:,} samples: {reason}")
+    if step > applied:
+        display.say(f"{step - applied} of {step} steps were left out, as their loss or gradient was not finite")
 
 
-def _save(parts: Parts, out: Path, world: World, step: int, cursors: dict[int, int]) -> None:
+def _save(parts: Parts, out: Path, world: World, step: int, applied: int, cursors: dict[int, int]) -> None:
     """Communicates: each rank knows how far its own streams are."""
     everybodys: dict[int, int] = {}
     for rank, theirs in enumerate(world.gather_objects(cursors)):
         everybodys.update({stream: theirs[stream] for stream in parts.order.owned(rank, world.size)})
-    progress = checkpoint.Progress(step, everybodys, parts.order.signature, asdict(parts.config.model))
+    progress = checkpoint.Progress(step, applied, everybodys, parts.order.signature, asdict(parts.config.model))
     checkpoint.save(out, parts.engine, progress, world, keep=parts.config.train.keep_checkpoints)
     checkpoint.export(out, parts.engine, parts.config.model, parts.architecture, world)
 
@@ -158,6 +167,32 @@ def _evaluate(parts: Parts, world: World, display: Display, metrics: MetricsFile
 
 def _short(values: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in values.items() if not name.startswith("chance"))
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for infinity."""
+    return value if math.isfinite(value) else None
+
+
+class _Skips:
+    """Steps in a row that were left out. A few are bad luck; more than `most` are a run that will not come back."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._in_a_row = 0
+
+    def note(self, step: int, result: StepResult) -> None:
+        """Raises `DivergedError`, on all ranks, after one too many."""
+        self._in_a_row = 0 if result.applied else self._in_a_row + 1
+        if self._in_a_row > self._most:
+            what = "the gradient's norm" if math.isfinite(result.loss) else "the loss"
+            error = DivergedError(
+                f"{what} was not finite for {self._in_a_row} steps in a row, the last being step {step}. Lower "
+                "optim.lr, lengthen optim.warmup, or lower train.clip_norm, and start again from the last checkpoint "
+                "with --resume; train.max_skipped bounds the number"
+            )
+            error.on_all_ranks = True  # loss and norm are the same everywhere
+            raise error
 
 
 class _Waits:
@@ -188,6 +223,28 @@ class _Waits:
         )
 
 
+def _engine_name(engine: Engine) -> str:
+    match engine:
+        case PlainEngine():
+            return "plain"
+        case HsdpEngine(shard_group=ranks):
+            return f"hsdp in groups of {ranks}"
+        case DeepSpeedEngine():
+            extras = [f", hpZ in groups of {engine.hpz_group}"] if engine.hpz_group else []
+            extras += [", optimizer on the host"] if engine.offload_optimizer else []
+            extras += [", weights on the host"] if engine.offload_parameters else []
+            return f"deepspeed ZeRO-{engine.zero_stage}" + "".join(extras)
+
+
+def _groups(parts: Parts) -> list[str]:
+    """What is treated alike, with its number of parameters."""
+    sizes = {name: shape.numel() for name, shape in zip(parts.layout.names, parts.layout.shapes, strict=True)}
+    totals: Counter[str] = Counter()
+    for name, treatment in parts.treatments.items():
+        totals[treatment.name] += sizes[name]
+    return [f"{name} ({number:,})" for name, number in totals.items()]
+
+
 def _describe(parts: Parts, out: Path, world: World, console: Console, step: int) -> None:
     """Writes down what is being run, and says it."""
     (out / "resolved.toml").write_text(to_toml(parts.config))
@@ -201,13 +258,13 @@ def _describe(parts: Parts, out: Path, world: World, console: Console, step: int
     (out / "run.json").write_text(json.dumps(run, indent=2) + "\n")
     plan, config = parts.plan, parts.config
     weights = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parts.engine.model.parameters())
-    engine = config.engine.kind if config.engine.kind == "plain" else f"deepspeed ZeRO-{config.engine.zero_stage}"
-    longer = plan.warmup_steps > plan.total_steps
+    longer = plan.warmup_samples > plan.total_samples
     for line in (
         parts.index.summary(),
-        f"{weights / 1e6:.1f} M parameters; {world.size} rank(s) on {world.device.type}, {engine}",
+        f"{weights / 1e6:.1f} M parameters; {world.size} rank(s) on {world.device.type}, {_engine_name(config.engine)}",
         f"{plan.total_steps:,} steps of {plan.global_batch:,} pairs ({plan.epochs:.2f} epochs); per rank "
         f"{plan.rank_batch:,} pairs in image chunks of {plan.image_chunk:,} and text chunks of {plan.text_chunk:,}",
+        f"{config.optim.kind}, peak rate {plan.lr:.4g}: " + "; ".join(_groups(parts)),
         *(["optim.warmup is longer than the training: the full rate is never reached"] if longer else []),
         *([f"going on after step {step:,}" if step < plan.total_steps else "finished already"] if step else []),
     ):

@@ -82,9 +82,9 @@ def log_scale_after(world: World, kind: str, start: float, gradient: float) -> t
     if kind == "plain":
         engine = PlainEngine(model, optimizer, world)
     else:
-        from clipscale.dist.deepspeed_engine import DeepSpeedEngine
+        from clipscale.dist.deepspeed_engine import DeepSpeedEngine, Zero
 
-        engine = DeepSpeedEngine(model, optimizer, world, rank_batch=1, zero_stage=int(kind[-1]))
+        engine = DeepSpeedEngine(model, optimizer, world, rank_batch=1, zero=Zero(int(kind[-1])))
     _, scalars = engine.forward("text", torch.zeros(1, 8, dtype=torch.long))
     engine.backward((scalars * torch.tensor([gradient, 0.0])).sum(), last=True)
     engine.step(1.0)

@@ -167,7 +167,7 @@ def _engine(case: Case, towers: Towers, world: World) -> Engine:
         optimizer,
         world,
         rank_batch=NUM_PAIRS // world.size,
-        zero_stage=int(case.engine.removeprefix("ZeRO-")),
+        zero=deepspeed_engine.Zero(int(case.engine.removeprefix("ZeRO-"))),
         clip_norm=case.clip_norm,
     )
 
