@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from clipscale.config.data import Data
 from clipscale.config.optim import Optim
-from clipscale.config.values import STRICT, Beta, Count, CountOrZero, Duration, NonNegative, Positive, Share
+from clipscale.config.values import STRICT, Beta, Count, CountOrZero, Duration, NonNegative, Positive
 
 Chunk = Count | Literal["whole"]
 
@@ -37,6 +38,7 @@ class Train:
     keep_graph_bytes: CountOrZero | Literal["auto"] = "auto"  # per rank, for graphs kept instead of built twice
     max_skipped: Count = 10  # steps in a row left out because the loss or the gradient was not finite; one more: exit 4
     ema_decay: Beta = 0.0  # of an average of the weights, kept in fp32 beside them; 0: none
+    write_keys: bool = False  # RUN/keys.jsonl: which samples each step trained on; for tests and audits, it is slow
     check_replay: bool = False  # compare the features of both passes, chunk by chunk
     save_every: Duration | None = None  # a checkpoint is always written at the end
     keep_checkpoints: Count = 3  # the newest ones; older ones are deleted
@@ -106,78 +108,6 @@ class SigmoidLoss:
 
 
 Loss = Annotated[SoftmaxLoss | SigmoidLoss, Field(discriminator="kind")]
-
-
-@dataclass(frozen=True)
-class NoAugment:
-    """Shortest side resized, centre cropped: what evaluation sees."""
-
-    __pydantic_config__ = STRICT
-    kind: Literal["none"]
-
-
-@dataclass(frozen=True)
-class CropAugment:
-    """A random crop that covers `scale` of the area, resized: the usual choice for photographs."""
-
-    __pydantic_config__ = STRICT
-    kind: Literal["crop"]
-    scale: tuple[Positive, Positive] = (0.9, 1.0)
-    ratio: tuple[Positive, Positive] = (0.75, 1.3333)
-    flip: Share = 0.0  # chance of a left-right flip; captions may say "left"
-
-
-@dataclass(frozen=True)
-class AffineAugment:
-    """A light rotation, shift and zoom on white: for drawings, scans and other objects on a plain ground."""
-
-    __pydantic_config__ = STRICT
-    kind: Literal["affine"]
-    degrees: NonNegative = 10.0
-    translate: Share = 0.08  # of the side
-    scale: tuple[Positive, Positive] = (0.85, 1.15)
-    flip: Share = 0.0
-
-
-Augment = Annotated[NoAugment | CropAugment | AffineAugment, Field(discriminator="kind")]
-
-
-@dataclass(frozen=True)
-class TextCaption:
-    """The caption is one field of the sample: an extension (`txt`), or a key inside its JSON (`json:caption`)."""
-
-    __pydantic_config__ = STRICT
-    kind: Literal["text"]
-    field: str = "txt"
-
-
-@dataclass(frozen=True)
-class LabelAndTagsCaption:
-    """The caption is drawn anew each epoch from `label` and `tags` of the sample's JSON."""
-
-    __pydantic_config__ = STRICT
-    kind: Literal["label_and_tags"]
-    label_only: Share = 0.5  # chance of the label alone
-    tags_only: Share = 0.0  # chance of tags without the label
-    max_tags: Count = 3
-
-
-Caption = Annotated[TextCaption | LabelAndTagsCaption, Field(discriminator="kind")]
-
-
-@dataclass(frozen=True)
-class Data:
-    """`shards`: paths, globs, folders or braces (`train-{000..127}.tar`), one or a list."""
-
-    __pydantic_config__ = STRICT
-    shards: str | tuple[str, ...]
-    workers: CountOrZero = 2  # decoding processes per rank; 0 decodes between the steps
-    streams: Count = 48  # the epoch is cut into so many streams; ranks must divide it
-    shuffle_block: Count = 1024  # samples held and shuffled at a time, per stream
-    max_bad_fraction: Share = 0.1  # of all samples seen; more unusable ones stop the run
-    max_pixels: Count = 100_000_000  # larger images are dropped unread
-    augment: Augment = field(default_factory=lambda: NoAugment("none"))
-    caption: Caption = field(default_factory=lambda: TextCaption("text"))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 # What a random key is for: two uses of one (seed, epoch) never share numbers.
-SHARD_ORDER, TURN, BLOCK_ORDER, SAMPLE = range(4)
+SHARD_ORDER, TURN, BLOCK_ORDER, SAMPLE, DRAW, DRAWN_BLOCK = range(6)
 
 
 def bits(seed: int, use: int, a: int, b: int = 0, c: int = 0) -> np.random.Philox:
@@ -45,6 +45,10 @@ def sample_rng(seed: int, epoch: int, sample: int) -> np.random.Generator:
 def _permutation(generator: np.random.Philox, n: int) -> np.ndarray:
     # numpy promises the raw bits of a generator for ever, but not what Generator.permutation makes of them.
     return np.argsort(generator.random_raw(n), kind="stable")
+
+
+def _digest(state: object) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
 
 
 class Range(NamedTuple):
@@ -81,8 +85,23 @@ class Block:
         raise AssertionError("index lies outside the block")
 
 
+class _Streams:
+    """Slots and streams, and which rank has which."""
+
+    streams: int
+
+    def owned(self, rank: int, world_size: int) -> range:
+        """The streams of one rank."""
+        assert self.streams % world_size == 0
+        return range(rank, self.streams, world_size)
+
+    def slots(self, stream: int, begin: int, end: int) -> range:
+        """The slots of `stream` among the global slots [begin, end)."""
+        return range(begin + (stream - begin) % self.streams, end, self.streams)
+
+
 @dataclass(frozen=True)
-class Order:
+class Order(_Streams):
     """The order of a whole run: a function of the shards' sample counts and three numbers, of nothing else.
 
     counts: samples per shard, in the index's order. seed: >= 0. streams: S above; the widest that ranks x workers can
@@ -105,17 +124,7 @@ class Order:
     @cached_property
     def signature(self) -> str:
         """Short digest of everything the order depends on. Cursors mean something only under an equal signature."""
-        state = json.dumps([self.counts, self.seed, self.streams, self.shuffle_block])
-        return hashlib.sha256(state.encode()).hexdigest()[:16]
-
-    def owned(self, rank: int, world_size: int) -> range:
-        """The streams of one rank."""
-        assert self.streams % world_size == 0
-        return range(rank, self.streams, world_size)
-
-    def slots(self, stream: int, begin: int, end: int) -> range:
-        """The slots of `stream` among the global slots [begin, end)."""
-        return range(begin + (stream - begin) % self.streams, end, self.streams)
+        return _digest([self.counts, self.seed, self.streams, self.shuffle_block])
 
     def cursors_at(self, slot: int) -> dict[int, int]:
         """Every stream's cursor once all slots below `slot` are filled and nothing was dropped: a fresh run's at 0."""
@@ -172,9 +181,41 @@ class Order:
         return tuple(ranges)
 
 
-def usable_workers(streams: int, world_size: int, workers: int) -> int:
-    """Loader workers per rank that have a stream to read: at most `workers`."""
-    return min(workers, streams // world_size)
+@dataclass(frozen=True)
+class Resampled(_Streams):
+    """Shards drawn with replacement, for data whose shards cannot be counted beforehand.
+
+    Each stream draws its own shards, keyed by (seed, stream, draw), and reads one after the other, shuffled in blocks.
+    An epoch has no natural end: `num_samples` are called one. A stream's cursor is draw * 2**32 + samples met in that
+    shard. Batches are the same on any number of ranks here, too.
+    """
+
+    num_shards: int
+    seed: int
+    streams: int
+    num_samples: int
+    shuffle_block: int = 1024
+
+    @property
+    def signature(self) -> str:
+        return _digest(["resampled", self.num_shards, self.seed, self.streams, self.shuffle_block])
+
+    def cursors_at(self, slot: int) -> dict[int, int]:
+        assert slot == 0, "how far a stream has come is known from its cursor only"
+        return dict.fromkeys(range(self.streams), 0)
+
+    def shard(self, stream: int, draw: int) -> int:
+        """The stream's shard number `draw`."""
+        return int(bits(self.seed, DRAW, stream, draw).random_raw()) % self.num_shards
+
+    def block_order(self, stream: int, draw: int, block: int, length: int) -> np.ndarray:
+        """In which order the samples of a block are met."""
+        return _permutation(bits(self.seed, DRAWN_BLOCK, stream, draw, block), length)
+
+
+def joint_signature(signatures: Sequence[str], rows: Sequence[int]) -> str:
+    """The signature of several orders of which each fills so many rows of a batch."""
+    return _digest([list(signatures), list(rows)])
 
 
 def check(counts: Sequence[int], *, streams: int, global_batch: int, world_size: int) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from PIL.Image import Resampling, Transpose
 
-from clipscale.config.schema import AffineAugment, Augment, CropAugment
+from clipscale.config.data import AffineAugment, Augment, CropAugment
 
 _WHITE = (255, 255, 255)
 

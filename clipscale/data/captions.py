@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from clipscale.config.schema import Caption, LabelAndTagsCaption
+from clipscale.config.data import Caption, ChoiceCaption, LabelAndTagsCaption
 
 
 class Unusable(Exception):  # noqa: N818 - not a fault of the run: the sample is dropped and counted under `reason`
@@ -23,13 +25,28 @@ class Unusable(Exception):  # noqa: N818 - not a fault of the run: the sample is
 def read_caption(members: Mapping[str, bytes], rule: Caption, rng: np.random.Generator) -> str:
     """The sample's caption by `rule`, stripped of blanks around it; random choices come from `rng`.
 
-    Raises `Unusable`: no_caption (the field is absent or no text), empty_caption, not_utf8, bad_json.
+    Where a JSON field holds a list, one of its texts is drawn. Raises `Unusable`: no_caption (the field is absent or
+    no text), empty_caption, not_utf8, bad_json.
     """
+    if rule.kind == "choice":
+        return _choice(members, rule, rng)
     if rule.kind == "label_and_tags":
-        caption = _label_and_tags(read_json(members), rule, rng)
-    else:
-        field, _, key = rule.field.partition(":")
-        caption = read_json(members, field).get(key) if key else _text(members, field)
+        return _checked(_label_and_tags(read_json(members), rule, rng))
+    return _checked(_one(_value(members, rule.field), rng))
+
+
+def _value(members: Mapping[str, bytes], field: str) -> Any:
+    """What stands in `field`: an extension, or `json:key`; None where nothing does."""
+    extension, _, key = field.partition(":")
+    return read_json(members, extension).get(key) if key else _text(members, extension)
+
+
+def _one(value: Any, rng: np.random.Generator) -> Any:
+    texts = [text for text in value if isinstance(text, str) and text.strip()] if isinstance(value, list) else []
+    return texts[int(rng.random() * len(texts))] if texts else value
+
+
+def _checked(caption: Any) -> str:
     if not isinstance(caption, str):
         raise Unusable("no_caption")
     if not caption.strip():
@@ -39,13 +56,26 @@ def read_caption(members: Mapping[str, bytes], rule: Caption, rng: np.random.Gen
     return caption.strip()
 
 
+def _choice(members: Mapping[str, bytes], rule: ChoiceCaption, rng: np.random.Generator) -> str:
+    """One of the fields that hold a caption, in proportion to their numbers."""
+    found, fault = dict[str, str](), Unusable("no_caption")
+    for field in rule.fields:
+        try:
+            found[field] = _checked(_one(_value(members, field), rng))
+        except Unusable as missing:
+            fault = missing
+    if not found:
+        raise fault
+    ends = list(accumulate(rule.fields[field] for field in found))
+    return list(found.values())[min(bisect_right(ends, rng.random() * ends[-1]), len(ends) - 1)]
+
+
 def concept_id(members: Mapping[str, bytes], field: str) -> int:
     """A number for the text in `field` (`json:concept`, or an extension); equal texts have equal numbers everywhere.
 
     Raises `Unusable`: no_concept, not_utf8, bad_json.
     """
-    extension, _, key = field.partition(":")
-    text = read_json(members, extension).get(key) if key else _text(members, extension)
+    text = _value(members, field)
     if not isinstance(text, str):
         raise Unusable("no_concept")
     # 63 bits of a hash: among 10^6 concepts the odds of two sharing a number are 1 in 10^7.

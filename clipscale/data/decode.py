@@ -17,7 +17,7 @@ from PIL import Image
 from PIL.Image import Transpose
 from torch import Tensor
 
-from clipscale.config.schema import Augment, Caption
+from clipscale.config.data import Augment, Caption
 from clipscale.data.assign import sample_rng
 from clipscale.data.augment import augment, least_side
 from clipscale.data.captions import Unusable, read_caption

@@ -17,25 +17,25 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from clipscale.data.assign import Order, check, usable_workers
 from clipscale.data.captions import Unusable, read_json
 from clipscale.data.decode import Decoder
 from clipscale.data.index import ShardIndex
-from clipscale.data.streams import Part, StreamWork, Tokenize
+from clipscale.data.mixture import Mixture
+from clipscale.data.streams import Drop, Part, StreamWork, Tokenize
 from clipscale.data.workers import Workers, check_shared_memory
 from clipscale.errors import DataError
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one step, its rows in the order of their slots."""
+    """One rank's share of one step, its rows in the order that they have in the global batch."""
 
     images: UInt8[Tensor, "n 3 size size"]
     tokens: Int64[Tensor, "n length"]
     keys: list[str]  # "shard-stem/key"
-    epoch: float  # slots filled after this step / samples
+    epoch: float  # rows filled after this step / samples
     cursors: dict[int, int]  # of this rank's streams, after this batch
-    dropped: dict[str, int]  # reason -> samples dropped since the batch before
+    dropped: Counter[Drop]  # samples left out since the batch before
     concepts: Int64[Tensor, "n"] | None = None  # a number per sample, where the loader was given a `concept` field
 
 
@@ -44,7 +44,7 @@ class TrainLoader:
 
     `workers` processes make them (0: this one does; more than the rank has streams are not started). `cursors` resume
     every stream where the batch of step `start_step - 1` left it; those of other ranks' streams are allowed.
-    `global_batch`, `world_size` and `order` have passed `assign.check`.
+    `mixture` and `world_size` have passed `assign.check`.
 
     Raises `ConfigError` if shared memory is too small for the batches under way; and `DataError` from `next` where a
     shard cannot be read, where of the samples that a worker has seen (1,000 or more) over `max_bad_fraction` are
@@ -53,12 +53,9 @@ class TrainLoader:
 
     def __init__(
         self,
-        index: ShardIndex,
-        order: Order,
-        decoder: Decoder,
+        mixture: Mixture,
         tokenize: Tokenize,
         *,
-        global_batch: int,
         rank: int = 0,
         world_size: int = 1,
         workers: int = 0,
@@ -68,18 +65,18 @@ class TrainLoader:
         concept: str = "",
         pin_memory: bool = False,
     ) -> None:
-        assert index.counts == order.counts
-        assert not check(order.counts, streams=order.streams, global_batch=global_batch, world_size=world_size)
+        assert mixture.global_batch % world_size == 0
+        assert mixture.streams % world_size == 0
         assert cursors is not None or start_step == 0
         self.step = start_step  # of the next batch
-        self.workers = usable_workers(order.streams, world_size, workers)
-        self._num_samples, self._global_batch, self._world_size = order.num_samples, global_batch, world_size
+        self._mixture, self._world_size = mixture, world_size
         self._pin_memory, self._concept = pin_memory, concept
+        cursors = mixture.start() if cursors is None else cursors
+        mine = {number: cursors[number] for number in mixture.owned(rank, world_size)}
+        self.workers = min(workers, len(mine))  # one without a stream would have nothing to do
         if self.workers:
-            check_shared_memory(global_batch // world_size * 3 * decoder.size**2)
-        cursors = order.cursors_at(0) if cursors is None else cursors
-        mine = {stream: cursors[stream] for stream in order.owned(rank, world_size)}
-        work = StreamWork(index, order, decoder, tokenize, global_batch, mine, start_step, max_bad_fraction, concept)
+            check_shared_memory(mixture.global_batch // world_size * 3 * mixture.size**2)
+        work = StreamWork(mixture, tokenize, mine, start_step, max_bad_fraction, concept)
         self._parts: Workers[Part] = Workers(work, self.workers)
 
     def __iter__(self) -> TrainLoader:
@@ -101,9 +98,9 @@ class TrainLoader:
         self.close()
 
     def _merged(self, parts: list[Part]) -> Batch:
-        """The workers' parts as one batch; the rank's slots are `world_size` apart."""
-        opening = self.step * self._global_batch
-        num_rows = self._global_batch // self._world_size
+        """The workers' parts as one batch; the rank's rows are `world_size` apart."""
+        global_batch = self._mixture.global_batch
+        num_rows = global_batch // self._world_size
         images, tokens = (
             torch.empty((num_rows, *like.shape[1:]), dtype=like.dtype, pin_memory=self._pin_memory)
             for like in (parts[0].images, parts[0].tokens)
@@ -111,7 +108,7 @@ class TrainLoader:
         concepts = torch.zeros(num_rows, dtype=torch.int64)
         keys = [""] * num_rows
         for part in parts:
-            rows = [(slot - opening) // self._world_size for slot in part.slots]
+            rows = [row // self._world_size for row in part.rows]
             images[rows], tokens[rows], concepts[rows] = part.images, part.tokens, part.concepts
             for row, key in zip(rows, part.keys, strict=True):
                 keys[row] = key
@@ -119,9 +116,9 @@ class TrainLoader:
             images,
             tokens,
             keys,
-            epoch=(opening + self._global_batch) / self._num_samples,
+            epoch=(self.step + 1) * global_batch / self._mixture.num_samples,
             cursors={stream: cursor for part in parts for stream, cursor in part.cursors.items()},
-            dropped=dict(sum((part.dropped for part in parts), Counter())),
+            dropped=sum((part.dropped for part in parts), Counter()),
             concepts=concepts if self._concept else None,
         )
 

@@ -1,4 +1,4 @@
-"""Shards: from patterns to paths, and from a tar file to samples.
+"""From a tar file to samples.
 
 A sample is the run of neighbouring members that share a key: the file name up to the first dot of its last part, in
 WebDataset's convention; what follows the dot, in lower case, is the member's extension.
@@ -11,16 +11,12 @@ is read.
 
 from __future__ import annotations
 
-import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
 
-from braceexpand import braceexpand
-
-from clipscale.errors import ConfigError, DataError
+from clipscale.errors import DataError
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -30,7 +26,6 @@ _ABOUT_NEXT = b"LKxg"  # its data tells of the next header: GNU long name, long 
 _DATALESS = b"12345"  # links, devices, folders: no data follows, whatever the size says
 _META = re.compile(r"__[^/]*__($|/)")
 _KEY_AND_EXTENSION = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
-_QUOTES = "; in a shell, put quotes around a pattern"
 
 
 class TarError(DataError):
@@ -62,65 +57,39 @@ class Sample(NamedTuple):
     members: dict[str, bytes]
 
 
-def expand_shards(patterns: str | Sequence[str]) -> tuple[str, ...]:
-    """The shards that `patterns` name, in their order: paths, globs, folders (their *.tar), braces (`{000..127}`).
-
-    Raises `ConfigError` for braces that do not match, `DataError` for whatever is missing or named twice; either lists
-    all faults.
-    """
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    shards: list[str] = []
-    misspelt, missing = [], []
-    for pattern in patterns:
-        try:
-            paths = [pattern] if Path(pattern).exists() else list(braceexpand(pattern))
-        except ValueError:  # braceexpand's UnbalancedBracesError
-            misspelt.append(f"{pattern!r}: its braces do not match")
-            continue
-        for path in paths:
-            found = _paths_at(path)
-            shards += found
-            if not found:
-                origin = "" if path == pattern else f" (from {pattern!r})"
-                missing.append(f"{path}: {'holds no *.tar' if Path(path).is_dir() else 'nothing there'}{origin}")
-    if misspelt:
-        raise ConfigError("\n  ".join(["data.shards cannot be read:", *misspelt, *missing]) + _QUOTES)
-    if missing or not shards:
-        raise DataError("\n  ".join([f"shards are missing (looked in {Path.cwd()}):", *missing]) + _QUOTES)
-    repeated = sorted({shard for shard in shards if shards.count(shard) > 1}) if len(set(shards)) < len(shards) else []
-    if repeated:
-        raise DataError("\n  ".join(["data.shards names shards more than once; name each one once:", *repeated]))
-    return tuple(shards)
-
-
-def _paths_at(path: str) -> list[str]:
-    if Path(path).is_dir():
-        return sorted(str(child) for child in Path(path).glob("*.tar"))
-    if Path(path).exists():
-        return [path]
-    return sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []  # noqa: PTH207 - takes absolute ones
-
-
-def read_samples(path: str, positions: range, header: int = 0, passed: int = 0) -> Iterator[Sample]:
-    """The samples at rising `positions` of a shard, with their members' bytes.
+def read_samples(file: BinaryIO, path: str, positions: range, header: int = 0, passed: int = 0) -> Iterator[Sample]:
+    """The samples at rising `positions` of a shard, with their members' bytes. `path` is for messages.
 
     `header` is the byte offset of sample number `passed`, none later than the first position: the walk begins there.
     Raises `DataError` where the shard no longer holds them.
     """
     count = passed
     try:
-        with Path(path).open("rb", buffering=0) as file:
-            for group in groups(file.fileno(), header):
-                if count in positions:
-                    yield _load(file.fileno(), group)
-                count += 1
-                if count >= positions.stop:
-                    return
+        for group in groups(file.fileno(), header):
+            if count in positions:
+                yield _load(file.fileno(), group)
+            count += 1
+            if count >= positions.stop:
+                return
     except (OSError, TarError) as fault:
         raise DataError(f"{path}: cannot be read after {count:,} samples: {fault}") from fault
     raise DataError(
         f"{path}: holds {count:,} samples where at least {positions.stop:,} were counted before; was it written to?"
     )
+
+
+def read_block(file: BinaryIO, path: str, start: int, length: int) -> list[Sample]:
+    """The samples [start, start + length) of a shard, as far as it has them. Raises `DataError` for a damaged one."""
+    samples = []
+    try:
+        for count, group in enumerate(groups(file.fileno())):
+            if count >= start:
+                samples.append(_load(file.fileno(), group))
+            if len(samples) == length:
+                break
+    except (OSError, TarError) as fault:
+        raise DataError(f"{path}: cannot be read after {start + len(samples):,} samples: {fault}") from fault
+    return samples
 
 
 def _load(file: int, group: Group) -> Sample:

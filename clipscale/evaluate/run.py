@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clipscale.config.schema import Eval, Model, NoAugment, RetrievalEval, TextCaption, ZeroShotEval
+from clipscale.config.data import NoAugment, TextCaption
+from clipscale.config.schema import Eval, Model, RetrievalEval, ZeroShotEval
 from clipscale.data.decode import Decoder
 from clipscale.data.index import ShardIndex
 from clipscale.data.loader import EvalBatch, eval_samples
-from clipscale.data.tar import expand_shards
+from clipscale.data.locations import expand_shards
 from clipscale.dist.world import World
 from clipscale.errors import ConfigError, DataError
 from clipscale.evaluate.prompts import collect_classes, embed_classes, load_class_names, load_templates

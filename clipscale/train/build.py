@@ -15,10 +15,8 @@ from clipscale.config.optim import Optim
 from clipscale.config.plan import Plan, make_plan
 from clipscale.config.schema import Config
 from clipscale.config.support import require_supported
-from clipscale.data import assign
-from clipscale.data.decode import Decoder
-from clipscale.data.index import ShardIndex
-from clipscale.data.tar import expand_shards
+from clipscale.data.index import Report
+from clipscale.data.mixture import Mixture
 from clipscale.dist import engine as engines
 from clipscale.dist.world import World
 from clipscale.loss.contrastive import contrastive_loss
@@ -34,6 +32,7 @@ from clipscale.optim.layerwise import LayerwiseOptimizer
 from clipscale.optim.schedule import Curve
 from clipscale.optim.segments import Layout
 from clipscale.step import Loss, StepShape
+from clipscale.train import sources
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,8 @@ class Parts:
 
     config: Config
     plan: Plan
-    index: ShardIndex
-    order: assign.Order
-    decoder: Decoder
+    found: list[sources.Found]
+    mixture: Mixture
     tokenize: Tokenize
     architecture: dict[str, Any]
     engine: engines.Engine
@@ -56,24 +54,19 @@ class Parts:
     shape: StepShape
 
 
-def build(config: Config, world: World) -> Parts:
-    """Communicates. Checks the whole request, then builds; a fault on any rank ends all of them with its words."""
+def build(config: Config, world: World, report: Report | None = None) -> Parts:
+    """Communicates. Checks the whole request, then builds; a fault on any rank ends all of them with its words.
+
+    `report` is told how far the shards have been looked at.
+    """
     require_supported(config, world.size)
-    index, plan = world.together("data", lambda: _plan(config, world))
-    world.agree("the shards", index.counts)
-    order = assign.Order(index.counts, config.run.seed, config.data.streams, config.data.shuffle_block)
+    found, plan = world.together("data", lambda: _plan(config, world, report))
+    world.agree("the shards", [source.index.counts for source in found])
     torch.manual_seed(config.run.seed)  # every rank draws the same first weights
     towers, architecture = world.together(
         "model", lambda: build_towers(config.model, config.loss, half=_HALF.get(config.train.precision))
     )
-    decoder = Decoder(
-        image_size(architecture),
-        config.data.augment,
-        config.data.caption,
-        seed=config.run.seed,
-        max_pixels=config.data.max_pixels,
-        draft=True,
-    )
+    mixture = sources.mix(config, found, image_size(architecture))
     tokenize = Tokenize(config.model, architecture)
     towers.to(world.device)
     treated = world.together("groups", lambda: treatments(towers, config.optim, towers.depths()))
@@ -93,9 +86,8 @@ def build(config: Config, world: World) -> Parts:
     return Parts(
         config,
         plan,
-        index,
-        order,
-        decoder,
+        found,
+        mixture,
         tokenize,
         architecture,
         engine,
@@ -133,15 +125,10 @@ def _loss(loss: schema.Loss) -> Loss:
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _plan(config: Config, world: World) -> tuple[ShardIndex, Plan]:
-    index = ShardIndex.scan(expand_shards(config.data.shards))
-    faults = assign.check(
-        index.counts,
-        streams=config.data.streams,
-        global_batch=config.train.global_batch,
-        world_size=world.size,
-    )
-    return index, make_plan(config, world.size, index.num_samples, faults)
+def _plan(config: Config, world: World, report: Report | None) -> tuple[list[sources.Found], Plan]:
+    found = sources.find_sources(config, report)
+    faults = sources.data_faults(config, found, world.size)
+    return found, make_plan(config, world.size, sources.epoch_samples(config, found), faults)
 
 
 def _optimizer(

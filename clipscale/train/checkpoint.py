@@ -2,7 +2,8 @@
 
 resolved.toml     the whole configuration, defaults included
 run.json          command, versions, ranks
-metrics.jsonl     one object per step, one per evaluation
+metrics.jsonl     one object per step, one per evaluation, one for what was dropped
+keys.jsonl        with train.write_keys: the samples of each step
 checkpoints/step-00000100/   the engine's state and progress.json
 model/            the weights as an ordinary open_clip model folder
 """
@@ -24,7 +25,7 @@ from clipscale.dist.world import World
 from clipscale.errors import ConfigError
 from clipscale.model.towers import to_open_clip
 
-_OWN_FILES = ("resolved.toml", "run.json", "metrics.jsonl", "checkpoints", "model")
+_OWN_FILES = ("resolved.toml", "run.json", "metrics.jsonl", "keys.jsonl", "checkpoints", "model")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,13 +20,16 @@ import clipscale
 from clipscale.config.load import to_toml
 from clipscale.config.schema import Config, DeepSpeedEngine, Engine, HsdpEngine, PlainEngine
 from clipscale.data.loader import TrainLoader
+from clipscale.data.streams import Drop
 from clipscale.dist.world import World
 from clipscale.errors import DivergedError
 from clipscale.evaluate.run import ForwardEmbedder, evaluate
 from clipscale.step import StepResult, train_step
 from clipscale.train import checkpoint, memory
 from clipscale.train.build import Parts, build
+from clipscale.train.ledger import KeysFile, as_record, gather_drops, lines
 from clipscale.train.metrics import Display, MetricsFile
+from clipscale.train.sources import data_lines
 
 _SLOW_DATA_SHARE = 0.3  # of the step's time spent waiting for data, from which on it is worth a word
 
@@ -35,12 +39,13 @@ def train(config: Config, out: Path, world: World, console: Console, *, resume: 
     # The main rank looks and makes the folder; the others would find it made.
     found = world.together("run folder", lambda: checkpoint.prepare(out, resume=resume) if world.is_main else None)
     folder = world.gather_objects(found)[0]
-    parts = build(config, world)
-    progress = checkpoint.Progress(0, 0, parts.order.cursors_at(0), parts.order.signature, asdict(config.model))
+    with console.status("looking at the shards") as status:
+        parts = build(config, world, lambda what, done, total: status.update(f"{what} of {done:,} / {total:,} shards"))
+    progress = checkpoint.Progress(0, 0, parts.mixture.start(), parts.mixture.signature, asdict(config.model))
     if folder is not None:
         progress = world.together(
             "resume",
-            lambda: checkpoint.load(folder, parts.engine, order=parts.order.signature, model=config.model),
+            lambda: checkpoint.load(folder, parts.engine, order=parts.mixture.signature, model=config.model),
         )
     if world.is_main:
         _describe(parts, out, world, console, progress.step)
@@ -69,23 +74,24 @@ def _steps(
     step, applied, cursors = progress.step, progress.applied, progress.cursors
     skips = _Skips(parts.config.train.max_skipped)
     config, plan, shape = parts.config, parts.plan, parts.shape
-    dropped: Counter[str] = Counter()
+    dropped: Counter[Drop] = Counter()
+    keys = KeysFile(out / "keys.jsonl", world, wanted=config.train.write_keys, from_step=step)
     waits = _Waits()
-    with TrainLoader(
-        parts.index,
-        parts.order,
-        parts.decoder,
-        parts.tokenize,
-        global_batch=plan.global_batch,
-        rank=world.rank,
-        world_size=world.size,
-        workers=config.data.workers,
-        cursors=cursors,
-        start_step=step,
-        max_bad_fraction=config.data.max_bad_fraction,
-        concept=config.loss.concept,
-        pin_memory=world.device.type == "cuda",
-    ) as loader:
+    with (
+        closing(keys),
+        TrainLoader(
+            parts.mixture,
+            parts.tokenize,
+            rank=world.rank,
+            world_size=world.size,
+            workers=config.data.workers,
+            cursors=cursors,
+            start_step=step,
+            max_bad_fraction=config.data.max_bad_fraction,
+            concept=config.loss.concept,
+            pin_memory=world.device.type == "cuda",
+        ) as loader,
+    ):
         while step < plan.total_steps:
             start = time.perf_counter()
             batch = next(loader)
@@ -110,6 +116,7 @@ def _steps(
                 shape = memory.keep_graphs(shape, parts, batch, world)
             cursors = cursors | batch.cursors
             dropped.update(batch.dropped)
+            keys.note(step, batch.keys)
             step_s = time.perf_counter() - start
             if metrics is not None:
                 record = {
@@ -124,6 +131,7 @@ def _steps(
                     "data_wait_s": data_wait_s,
                     "samples": step * plan.global_batch,
                     "epoch": batch.epoch,
+                    **_source_samples(parts, step),
                 }
                 metrics.write(record)
                 display.show({**record, "eta_s": waits.note(step_s, data_wait_s) * (plan.total_steps - step)})
@@ -137,18 +145,30 @@ def _steps(
                 _save(parts, out, world, step, applied, cursors)
             if last or (plan.eval_every_steps and step % plan.eval_every_steps == 0):
                 _evaluate(parts, world, display, metrics, step)
-    for reason, count in sum(map(Counter, world.gather_objects(dict(dropped))), Counter()).items():
-        display.say(f"dropped {count:,} samples: {reason}")
+    _tell_drops(gather_drops(dropped, world), step, display, metrics)
     if step > applied:
         display.say(f"{step - applied} of {step} steps were left out, as their loss or gradient was not finite")
+
+
+def _source_samples(parts: Parts, step: int) -> dict[str, Any]:
+    """What each source of a mixture has given so far."""
+    shares = parts.mixture.shares()
+    return {"source_samples": {name: rows * step for name, rows in shares.items()}} if len(shares) > 1 else {}
+
+
+def _tell_drops(dropped: Counter[Drop], step: int, display: Display, metrics: MetricsFile | None) -> None:
+    if dropped and metrics is not None:
+        metrics.write({"step": step, "dropped": as_record(dropped)})
+    for line in lines(dropped):
+        display.say(line)
 
 
 def _save(parts: Parts, out: Path, world: World, step: int, applied: int, cursors: dict[int, int]) -> None:
     """Communicates: each rank knows how far its own streams are."""
     everybodys: dict[int, int] = {}
     for rank, theirs in enumerate(world.gather_objects(cursors)):
-        everybodys.update({stream: theirs[stream] for stream in parts.order.owned(rank, world.size)})
-    progress = checkpoint.Progress(step, applied, everybodys, parts.order.signature, asdict(parts.config.model))
+        everybodys.update({stream: theirs[stream] for stream in parts.mixture.owned(rank, world.size)})
+    progress = checkpoint.Progress(step, applied, everybodys, parts.mixture.signature, asdict(parts.config.model))
     checkpoint.save(out, parts.engine, progress, world, keep=parts.config.train.keep_checkpoints)
     checkpoint.export(out, parts.engine, parts.config.model, parts.architecture, world)
 
@@ -158,7 +178,7 @@ def _evaluate(parts: Parts, world: World, display: Display, metrics: MetricsFile
     embedder = ForwardEmbedder(parts.engine.forward, parts.tokenize, world.device)
     parts.engine.model.eval()
     for spec in parts.config.eval:
-        result = evaluate(spec, embedder, parts.decoder.size, world, workers=parts.config.data.workers)
+        result = evaluate(spec, embedder, parts.mixture.size, world, workers=parts.config.data.workers)
         if metrics is not None:
             metrics.write({"step": step, "eval": spec.name, **result.as_dict()})
             display.say(f"step {step}  {spec.name}: " + _short(result.as_dict()))
@@ -260,7 +280,7 @@ def _describe(parts: Parts, out: Path, world: World, console: Console, step: int
     weights = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parts.engine.model.parameters())
     longer = plan.warmup_samples > plan.total_samples
     for line in (
-        parts.index.summary(),
+        *data_lines(parts.found, parts.mixture, plan, config.data),
         f"{weights / 1e6:.1f} M parameters; {world.size} rank(s) on {world.device.type}, {_engine_name(config.engine)}",
         f"{plan.total_steps:,} steps of {plan.global_batch:,} pairs ({plan.epochs:.2f} epochs); per rank "
         f"{plan.rank_batch:,} pairs in image chunks of {plan.image_chunk:,} and text chunks of {plan.text_chunk:,}",

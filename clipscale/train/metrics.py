@@ -20,9 +20,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, from_step: int) -> None:
         """Lines after step `from_step`, left by a run that went on beyond its last checkpoint, are taken out."""
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= from_step]
-            path.write_text("".join(f"{line}\n" for line in kept))
+        keep_steps(path, from_step)
         self._file = path.open("a")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -31,6 +29,13 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def keep_steps(path: Path, last_step: int) -> None:
+    """Take later lines, left by a run that went on beyond its last checkpoint, out of a file of lines with steps."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= last_step]
+        path.write_text("".join(f"{line}\n" for line in kept))
 
 
 def _step_of(line: str) -> float:

@@ -8,18 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from clipscale.config.data import CropAugment, NoAugment
 from clipscale.config.load import load_config, to_toml
-from clipscale.config.schema import (
-    AdamW,
-    Config,
-    CropAugment,
-    DeepSpeedEngine,
-    Duration,
-    NoAugment,
-    PlainEngine,
-    RetrievalEval,
-    ZeroShotEval,
-)
+from clipscale.config.schema import AdamW, Config, DeepSpeedEngine, Duration, PlainEngine, RetrievalEval, ZeroShotEval
 from clipscale.errors import ConfigError
 from tests.helpers.runs import REPOSITORY
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from clipscale.config.schema import NoAugment, TextCaption
+from clipscale.config.data import NoAugment, TextCaption
 from clipscale.data.decode import Decoder
 
 PLAIN = Decoder(4, NoAugment("none"), TextCaption("text"))

@@ -6,11 +6,10 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from clipscale.data.assign import Order, check, sample_rng, usable_workers
+from clipscale.data.assign import Order, check, sample_rng
 
 orders = st.builds(
     Order,
@@ -147,8 +146,3 @@ def test_check_lists_every_fault_with_the_nearest_way_out() -> None:
     assert "data.streams = 50 cannot be shared by 4 ranks: the nearest is 48 or 52" in faults[3]
     assert "the nearest is 4" in check((99,), streams=4, global_batch=3, world_size=4)[0]
     assert check((10, 20), streams=4, global_batch=28, world_size=4) == []
-
-
-@pytest.mark.parametrize(("streams", "world_size", "workers", "usable"), [(8, 2, 3, 3), (8, 8, 3, 1), (8, 4, 0, 0)])
-def test_workers_beyond_the_streams_are_not_used(streams: int, world_size: int, workers: int, usable: int) -> None:
-    assert usable_workers(streams, world_size, workers) == usable

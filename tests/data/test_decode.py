@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from clipscale.config.schema import (
+from clipscale.config.data import (
     AffineAugment,
     Augment,
     Caption,

@@ -21,12 +21,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from clipscale.config.schema import AffineAugment, LabelAndTagsCaption
+from clipscale.config.data import AffineAugment, LabelAndTagsCaption
 from clipscale.data.assign import Order
 from clipscale.data.decode import Decoder
 from clipscale.data.index import ShardIndex
 from clipscale.data.loader import Batch, TrainLoader, eval_samples
-from clipscale.data.streams import StreamWork
+from clipscale.data.mixture import Mixture
+from clipscale.data.streams import Drop, StreamWork
 from clipscale.errors import ConfigError, DataError
 
 from .shard_files import PLAIN, members, picture, tokenize, tokenize_or_fail, write_shards, write_tar
@@ -88,19 +89,20 @@ def run(
     steps: range,
     cursors: dict[int, int] | None = None,
 ) -> tuple[list[list[tuple]], list[dict[int, int]]]:
-    """Per step the global batch, in the order of its slots, and all cursors; workers stand side by side in here."""
+    """Per step the global batch, in the order of its rows, and all cursors; workers stand side by side in here."""
     batches, after = [[] for _ in steps], [{} for _ in steps]
+    mixture = Mixture.of(index, order, CHANGING, global_batch)
     for rank in range(layout.world_size):
         start = order.cursors_at(0) if cursors is None else cursors
         mine = {stream: start[stream] for stream in order.owned(rank, layout.world_size)}
         for worker in range(layout.workers):
-            work = StreamWork(index, order, CHANGING, words, global_batch, mine, steps.start, 1.0)
+            work = StreamWork(mixture, words, mine, steps.start, 1.0)
             share = slice(worker, None, layout.workers)
             for place, part in zip(range(len(steps)), work.items(share), strict=False):
-                rows = zip(part.slots, part.keys, part.images, part.tokens, strict=True)
+                rows = zip(part.rows, part.keys, part.images, part.tokens, strict=True)
                 batches[place] += [
-                    (slot, key, tuple(image.flatten().tolist()), tuple(token.tolist()))
-                    for slot, key, image, token in rows
+                    (row, key, tuple(image.flatten().tolist()), tuple(token.tolist()))
+                    for row, key, image, token in rows
                 ]
                 after[place] |= part.cursors
     return [sorted(batch) for batch in batches], after
@@ -133,24 +135,27 @@ def test_a_stream_gives_its_good_samples_in_order(
     index: ShardIndex, streams: int, block: int, batch: int, seed: int
 ) -> None:
     order = Order(index.counts, seed, streams, block)
-    with TrainLoader(index, order, PLAIN, tokenize, global_batch=batch) as loader:
+    with TrainLoader(Mixture.of(index, order, PLAIN, batch), tokenize) as loader:
         batches = [next(loader) for _ in range(2 * 84 // batch + 2)]
     given_by: dict[int, list[int]] = {stream: [] for stream in range(streams)}
     for step, taken in enumerate(batches):
         for row, number in enumerate(taken.tokens[:, 0].tolist()):
             given_by[(step * batch + row) % streams].append(number)
-    dropped: Counter[str] = Counter()
+    dropped: Counter[Drop] = Counter()
     for stream, cursor in batches[-1].cursors.items():
-        passed = [index.number(*order.locate(stream, position)[1:]) for position in range(cursor)]
-        assert given_by[stream] == [number for number in passed if number not in BAD]
-        dropped.update(BAD[number][0] for number in passed if number in BAD)
-    assert sum((Counter(taken.dropped) for taken in batches), Counter()) == dropped
+        passed = [order.locate(stream, position)[1:] for position in range(cursor)]
+        numbers = [index.number(*place) for place in passed]
+        assert given_by[stream] == [number for number in numbers if number not in BAD]
+        for number, (shard, _) in zip(numbers, passed, strict=True):
+            if number in BAD:
+                dropped[Drop(BAD[number][0], "", index.shards[shard].stem)] += 1
+    assert sum((taken.dropped for taken in batches), Counter()) == dropped
 
 
 @pytest.mark.parametrize("batch", [7, 12, 21, 28])  # of 84 samples: ends on an epoch's border and off it
 def test_an_epoch_of_sound_samples_is_seen_exactly_once(sound: ShardIndex, batch: int) -> None:
     order = Order(sound.counts, 3, 4, 10)
-    with TrainLoader(sound, order, PLAIN, tokenize, global_batch=batch) as loader:
+    with TrainLoader(Mixture.of(sound, order, PLAIN, batch), tokenize) as loader:
         batches = [next(loader) for _ in range(84 // batch * 3)]
     numbers = [number for taken in batches for number in taken.tokens[:, 0].tolist()]
     epochs = [numbers[84 * epoch : 84 * (epoch + 1)] for epoch in range(3)]
@@ -159,7 +164,7 @@ def test_an_epoch_of_sound_samples_is_seen_exactly_once(sound: ShardIndex, batch
     assert batches[84 // batch - 1].epoch == 1.0
     stop = 84 // batch  # resume where an epoch ends
     cursors = batches[stop - 1].cursors
-    with TrainLoader(sound, order, PLAIN, tokenize, global_batch=batch, cursors=cursors, start_step=stop) as loader:
+    with TrainLoader(Mixture.of(sound, order, PLAIN, batch), tokenize, cursors=cursors, start_step=stop) as loader:
         assert [content(next(loader)) for _ in range(stop)] == [content(taken) for taken in batches[stop : 2 * stop]]
 
 
@@ -171,7 +176,7 @@ def test_worker_processes_give_what_one_process_gives(index: ShardIndex, batch: 
     order = Order(index.counts, 1, 4, 9)
     results = []
     for workers in (0, 1, 5):
-        with TrainLoader(index, order, CHANGING, words, global_batch=batch, workers=workers) as loader:
+        with TrainLoader(Mixture.of(index, order, CHANGING, batch), words, workers=workers) as loader:
             assert loader.workers == min(workers, 4)
             batches = [next(loader) for _ in range(10)]
         assert multiprocessing.active_children() == []
@@ -186,7 +191,7 @@ def test_ranks_are_disjoint_and_resume_on_another_number_of_ranks_and_workers(in
         keys, cursors = [[] for _ in range(count)], {}
         for rank in range(world_size):
             layout = {"rank": rank, "world_size": world_size, "workers": workers}
-            with TrainLoader(index, order, PLAIN, tokenize, global_batch=8, **layout, **start) as loader:
+            with TrainLoader(Mixture.of(index, order, PLAIN, 8), tokenize, **layout, **start) as loader:
                 for place in range(count):
                     taken = next(loader)
                     assert len(taken.keys) == 8 // world_size
@@ -203,14 +208,14 @@ def test_ranks_are_disjoint_and_resume_on_another_number_of_ranks_and_workers(in
 
 def test_loading_leaves_the_models_random_numbers_alone(sound: ShardIndex) -> None:
     before = torch.get_rng_state()
-    with TrainLoader(sound, Order(sound.counts, 0, 2), CHANGING, words, global_batch=2, workers=1) as loader:
+    with TrainLoader(Mixture.of(sound, Order(sound.counts, 0, 2), CHANGING, 2), words, workers=1) as loader:
         next(loader)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_workers_end_quickly_with_the_loader_even_after_an_error(sound: ShardIndex) -> None:
     order = Order(sound.counts, 0, 2)
-    loader = TrainLoader(sound, order, PLAIN, tokenize, global_batch=8, workers=2)
+    loader = TrainLoader(Mixture.of(sound, order, PLAIN, 8), tokenize, workers=2)
     next(loader)
     started = time.monotonic()
     with pytest.raises(KeyError), loader:
@@ -218,7 +223,7 @@ def test_workers_end_quickly_with_the_loader_even_after_an_error(sound: ShardInd
     loader.close()
     assert multiprocessing.active_children() == []
     assert time.monotonic() - started < 5
-    forgotten = TrainLoader(sound, order, PLAIN, tokenize, global_batch=8, workers=2)
+    forgotten = TrainLoader(Mixture.of(sound, order, PLAIN, 8), tokenize, workers=2)
     del forgotten
     assert multiprocessing.active_children() == []
 
@@ -228,12 +233,13 @@ import sys
 from clipscale.data.assign import Order
 from clipscale.data.index import ShardIndex
 from clipscale.data.loader import TrainLoader
+from clipscale.data.mixture import Mixture
 from tests.data.shard_files import PLAIN, tokenize
 import multiprocessing
 
 if __name__ == "__main__":
     index = ShardIndex.scan(sys.argv[2:])
-    loader = TrainLoader(index, Order(index.counts, 0, 2), PLAIN, tokenize, global_batch=8, workers=2)
+    loader = TrainLoader(Mixture.of(index, Order(index.counts, 0, 2), PLAIN, 8), tokenize, workers=2)
     next(loader)
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     if sys.argv[1] == "wait":
@@ -276,7 +282,7 @@ def test_workers_do_not_outlive_the_run(sound: ShardIndex, tmp_path: Path, how: 
 
 
 def test_a_killed_worker_is_a_data_error(sound: ShardIndex) -> None:
-    with TrainLoader(sound, Order(sound.counts, 0, 2), PLAIN, tokenize, global_batch=8, workers=2) as loader:
+    with TrainLoader(Mixture.of(sound, Order(sound.counts, 0, 2), PLAIN, 8), tokenize, workers=2) as loader:
         next(loader)
         for child in multiprocessing.active_children():
             os.kill(child.pid or 0, signal.SIGKILL)
@@ -287,7 +293,7 @@ def test_a_killed_worker_is_a_data_error(sound: ShardIndex) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_failure_in_a_worker_names_the_sample(sound: ShardIndex, workers: int) -> None:
     order = Order(sound.counts, 0, 4)
-    with TrainLoader(sound, order, PLAIN, tokenize_or_fail, global_batch=4, workers=workers) as loader:
+    with TrainLoader(Mixture.of(sound, order, PLAIN, 4), tokenize_or_fail, workers=workers) as loader:
         failure = r"loading failed at s-00\d/\d{5}: ZeroDivisionError\('thirteen'\)"
         with pytest.raises(DataError, match=failure) as caught:
             list(islice(loader, 21))
@@ -299,7 +305,7 @@ def test_a_shard_that_goes_away_is_an_error_that_names_it(tmp_path: Path, worker
     paths = write_shards(tmp_path, [20, 20])
     index = ShardIndex.scan(paths)
     Path(paths[1]).unlink()
-    loader = TrainLoader(index, Order(index.counts, 0, 2), PLAIN, tokenize, global_batch=4, workers=workers)
+    loader = TrainLoader(Mixture.of(index, Order(index.counts, 0, 2), PLAIN, 4), tokenize, workers=workers)
     with loader, pytest.raises(DataError, match=r"s-001.tar: cannot be read"):
         list(islice(loader, 10))
 
@@ -307,7 +313,7 @@ def test_a_shard_that_goes_away_is_an_error_that_names_it(tmp_path: Path, worker
 def test_too_little_shared_memory_is_said_before_the_start(sound: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("usage", "total used free")(64, 0, 64))
     with pytest.raises(ConfigError, match="--shm-size"):
-        TrainLoader(sound, Order(sound.counts, 0, 2), PLAIN, tokenize, global_batch=4, workers=1)
+        TrainLoader(Mixture.of(sound, Order(sound.counts, 0, 2), PLAIN, 4), tokenize, workers=1)
 
 
 # --- unusable samples -----------------------------------------------------------------------------------------------
@@ -322,7 +328,7 @@ def foreign(number: int) -> list[tuple[str, bytes]]:
 def test_no_usable_sample_ends_with_counts_and_extensions(tmp_path: Path, workers: int, allowed: float) -> None:
     index = ShardIndex.scan(write_shards(tmp_path, [40], foreign))
     limits = {"workers": workers, "max_bad_fraction": allowed}
-    loader = TrainLoader(index, Order(index.counts, 0, 2), PLAIN, tokenize, global_batch=4, **limits)
+    loader = TrainLoader(Mixture.of(index, Order(index.counts, 0, 2), PLAIN, 4), tokenize, **limits)
     with loader, pytest.raises(DataError) as caught:
         next(loader)
     message = str(caught.value)
@@ -333,10 +339,10 @@ def test_no_usable_sample_ends_with_counts_and_extensions(tmp_path: Path, worker
 
 def test_a_larger_share_of_bad_samples_than_allowed_stops_the_run(index: ShardIndex) -> None:
     order = Order(index.counts, 0, 2)  # 6 of 84 samples are bad: 7.1%
-    with TrainLoader(index, order, PLAIN, tokenize, global_batch=50, max_bad_fraction=0.08) as loader:
+    with TrainLoader(Mixture.of(index, order, PLAIN, 50), tokenize, max_bad_fraction=0.08) as loader:
         for _ in range(40):
             next(loader)
-    loader = TrainLoader(index, order, PLAIN, tokenize, global_batch=50, max_bad_fraction=0.06)
+    loader = TrainLoader(Mixture.of(index, order, PLAIN, 50), tokenize, max_bad_fraction=0.06)
     expected = r"samples cannot be used: .*decode_error .*max_bad_fraction = 0\.06"
     with loader, pytest.raises(DataError, match=expected):
         list(islice(loader, 40))
@@ -348,7 +354,7 @@ def test_a_cut_shard_gives_its_whole_samples_when_that_is_allowed(tmp_path: Path
     Path(paths[1]).write_bytes(whole[: len(whole) // 2])
     index = ShardIndex.scan(paths, strict=False)
     assert 20 < index.num_samples < 40
-    with TrainLoader(index, Order(index.counts, 0, 2), PLAIN, tokenize, global_batch=index.num_samples) as loader:
+    with TrainLoader(Mixture.of(index, Order(index.counts, 0, 2), PLAIN, index.num_samples), tokenize) as loader:
         assert sorted(next(loader).tokens[:, 0].tolist()) == list(range(index.num_samples))
 
 

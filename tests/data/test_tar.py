@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from clipscale.data.index import ShardIndex
-from clipscale.data.tar import expand_shards, groups, read_samples, walk
+from clipscale.data.locations import expand_shards
+from clipscale.data.tar import Sample, groups, walk
+from clipscale.data.tar import read_samples as read_open
 from clipscale.errors import ConfigError, DataError
 
 from .shard_files import members, picture, write_shards, write_tar
@@ -28,6 +30,11 @@ def placed(folder: Path, data: bytes, name: str = "bad.tar") -> str:
     path = folder / name
     path.write_bytes(data)
     return str(path)
+
+
+def read_samples(path: str, positions: range) -> list[Sample]:
+    with Path(path).open("rb") as file:
+        return list(read_open(file, path, positions))
 
 
 def fault_of(*paths: str) -> str:

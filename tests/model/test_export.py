@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 from PIL import Image, ImageDraw
 
-from clipscale.config.schema import Model, NoAugment, SigmoidLoss, SoftmaxLoss, TextCaption
+from clipscale.config.data import NoAugment, TextCaption
+from clipscale.config.schema import Model, SigmoidLoss, SoftmaxLoss
 from clipscale.data.decode import Decoder
 from clipscale.data.write import write_token_table
 from clipscale.errors import ConfigError

@@ -112,7 +112,7 @@ def _ratio_zero(weights: Tensor, updates: Tensor, *_: float) -> Tensor:
     return weights / updates.clamp(min=1e-12)
 
 
-def _decay_after_the_norm(self: LayerwiseOptimizer, *arguments: Any) -> None:  # noqa: ARG001
+def _decay_after_the_norm(self: LayerwiseOptimizer, *arguments: Any) -> None:
     """Left out altogether: the norm, too, is another one then."""
 
 
