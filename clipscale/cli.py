@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clipscale.cli_data import data_app
 from clipscale.errors import ClipscaleError, ConfigError
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from clipscale.config.schema import Eval
 
 app = typer.Typer(
@@ -25,7 +23,6 @@ app = typer.Typer(
     add_completion=False,
 )
 config_app = typer.Typer(help="Look at configuration files.", no_args_is_help=True)
-data_app = typer.Typer(help="Make data sets.", no_args_is_help=True)
 eval_app = typer.Typer(help="Measure a trained model.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
@@ -105,40 +102,6 @@ def config_show(config: ConfigFile, settings: Settings = None) -> None:
     from clipscale.config.load import load_config, to_toml
 
     typer.echo(to_toml(load_config(config, settings or [])), nl=False)
-
-
-@data_app.command("fetch")
-def data_fetch(
-    name: Annotated[str, typer.Argument(help="The data set: emoji.")],
-    out: Annotated[Path, typer.Option(help="Folder for the shards.")],
-    size: Annotated[int, typer.Option(help="Side of the images in pixels.", min=8, max=1024)] = 64,
-) -> None:
-    """Fetch a demonstration data set and pack it into shards. A finished one is left as it is."""
-    if name != "emoji":
-        raise ConfigError(f"no data set {name!r} to fetch; known: emoji")
-    from clipscale.data.sources.emoji import fetch_emoji
-    from clipscale.model.towers import clip_token_ids
-
-    with _progress() as report:
-        found = fetch_emoji(out, encode=clip_token_ids, size=size, progress=report)
-    typer.echo(f"{out}: {found}")
-
-
-@data_app.command("toy")
-def data_toy(
-    out: Annotated[Path, typer.Option(help="Folder for the shards.")],
-    samples: Annotated[int, typer.Option(help="Number of image-text pairs.")] = 2048,
-    shards: Annotated[int, typer.Option(help="Number of shards.")] = 4,
-    size: Annotated[int, typer.Option(help="Side of the images in pixels.")] = 32,
-    seed: Annotated[int, typer.Option(help="Other seeds draw other scenes.")] = 0,
-    held_out: Annotated[int, typer.Option(help="Scenes kept apart for evaluation; shards then go to OUT/train.")] = 0,
-) -> None:
-    """Draw shapes with captions: small, deterministic, made offline."""
-    from clipscale.data.sources.toy import make_toy
-    from clipscale.model.towers import clip_token_ids
-
-    make_toy(out, samples=samples, shards=shards, size=size, seed=seed, held_out=held_out, encode=clip_token_ids)
-    typer.echo(f"{out}: {samples} samples in {shards} shards")
 
 
 RunFolder = Annotated[Path, typer.Argument(help="Run folder of `clipscale train`.", metavar="RUN")]
@@ -229,23 +192,6 @@ def _evaluate(
         json_out.write_text(json.dumps({name: result.as_dict() for name, result in results.items()}, indent=2) + "\n")
     if sheet is not None and drawn is not None:
         typer.echo(f"picture: {sheet}")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A rich bar on standard error, as a callback (what is being done, done, total)."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total)
-            progress.update(tasks[what], completed=done, total=total)
-
-        yield report
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 # What a random key is for: two uses of one (seed, epoch) never share numbers.
-SHARD_ORDER, TURN, BLOCK_ORDER, SAMPLE, DRAW, DRAWN_BLOCK = range(6)
+SHARD_ORDER, TURN, BLOCK_ORDER, SAMPLE, DRAW, DRAWN_BLOCK, PACKING = range(7)
 
 
 def bits(seed: int, use: int, a: int, b: int = 0, c: int = 0) -> np.random.Philox:
@@ -45,6 +45,11 @@ def sample_rng(seed: int, epoch: int, sample: int) -> np.random.Generator:
 def _permutation(generator: np.random.Philox, n: int) -> np.ndarray:
     # numpy promises the raw bits of a generator for ever, but not what Generator.permutation makes of them.
     return np.argsort(generator.random_raw(n), kind="stable")
+
+
+def shuffled(n: int, seed: int) -> np.ndarray:
+    """0 .. n-1 in an order drawn from `seed`, the same for ever."""
+    return _permutation(bits(seed, PACKING, 0), n)
 
 
 def _digest(state: object) -> str:

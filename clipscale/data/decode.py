@@ -61,13 +61,18 @@ class Decoder:
         """
         rng = sample_rng(self.seed, epoch, sample)
         caption = read_caption(members, self.caption, rng) if self.caption else ""
-        extension = next((extension for extension in IMAGE_EXTENSIONS if extension in members), None)
-        if extension is None:
-            raise Unusable("no_image")
         draft_side = least_side(self.augment, self.size) if self.draft else None
-        image = read_image(members[extension], self.max_pixels, draft_side)
+        image = read_image(image_bytes(members), self.max_pixels, draft_side)
         pixels = np.array(augment(image, self.augment, self.size, rng))
         return torch.from_numpy(pixels).permute(2, 0, 1), caption  # [H, W, 3] -> [3, H, W]
+
+
+def image_bytes(members: Mapping[str, bytes]) -> bytes:
+    """The member that is the image. Raises `Unusable`: no_image."""
+    extension = next((extension for extension in IMAGE_EXTENSIONS if extension in members), None)
+    if extension is None:
+        raise Unusable("no_image")
+    return members[extension]
 
 
 def read_image(data: bytes, max_pixels: int, draft_side: int | None = None) -> Image.Image:

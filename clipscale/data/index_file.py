@@ -44,7 +44,11 @@ def build_index(
     """
     partial = out.with_name(out.name + ".partial")
     known = {**_read(out), **_read(partial)}
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except OSError as fault:
+        raise ConfigError(f"--out: {out} cannot be written: {fault.strerror}") from fault
 
     def current(path: str) -> Shard | None:
         found = _find(known, path)
@@ -98,6 +102,12 @@ def load_index(path: Path, paths: Sequence[str], store: Store, *, threads: int =
         again = f"run `clipscale data index` again with --out {path} (only what has changed is walked)"
         raise DataError("\n  ".join([f"{path} no longer describes the shards; {again}:", *faults[:_MAX_LISTED], *more]))
     return ShardIndex(tuple(found.values()), store)
+
+
+def counts_of(path: Path, paths: Sequence[str]) -> dict[str, int]:
+    """How many samples the index at `path` says that these shards hold; nothing where there is no index."""
+    known = _read(path)
+    return {shard: found.num_samples for shard in paths if (found := _find(known, shard)) is not None}
 
 
 def _difference(shard: Shard, store: Store) -> str:

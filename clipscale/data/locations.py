@@ -17,7 +17,9 @@ _JOINT = re.compile(r"::(?![^\[\]]*\])")  # but not inside the address [::1]
 _NO_LISTING = ("http", "https")
 
 
-def expand_shards(patterns: str | Sequence[str], store: Store = LOCAL) -> tuple[str, ...]:
+def expand_shards(
+    patterns: str | Sequence[str], store: Store = LOCAL, *, absent: list[str] | None = None
+) -> tuple[str, ...]:
     """The shards that `patterns` name, in their order.
 
     A pattern is a path, a glob, a folder (its *.tar), braces (`{000..127}`), a list file (`@list` or a path in .txt:
@@ -25,7 +27,7 @@ def expand_shards(patterns: str | Sequence[str], store: Store = LOCAL) -> tuple[
     (`pipe:cat a.tar`), or several of these joined by `::`.
 
     Raises `ConfigError` for braces that do not match, `DataError` for whatever is missing or named twice; either lists
-    all faults.
+    all faults. What is missing goes into the list `absent` instead, if one is given.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     shards: list[str] = []
@@ -40,7 +42,9 @@ def expand_shards(patterns: str | Sequence[str], store: Store = LOCAL) -> tuple[
                 missing.append(fault)
     if misspelt:
         raise ConfigError("\n  ".join(["data.shards cannot be read:", *misspelt, *missing]) + _QUOTES)
-    if missing or not shards:
+    if absent is not None:
+        absent += missing
+    elif missing or not shards:
         raise DataError("\n  ".join([f"shards are missing (looked in {Path.cwd()}):", *missing]) + _QUOTES)
     if len(set(shards)) < len(shards):
         seen = set[str]()

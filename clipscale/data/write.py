@@ -71,10 +71,7 @@ class ShardWriter:
             )
         if self._tar is None:
             self._tar = tarfile.open(self._temporary, "w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
-        for extension in sorted(members):
-            info = tarfile.TarInfo(f"{key}.{extension}")  # its defaults: mtime 0, uid 0, gid 0, mode 0o644
-            info.size = len(members[extension])
-            self._tar.addfile(info, io.BytesIO(members[extension]))
+        add_sample(self._tar, key, members)
         self._last_key = key
         self._num_open += 1
         if self._num_open == self._samples_per_shard:
@@ -95,6 +92,14 @@ class ShardWriter:
         self._temporary.replace(self._path)
         self.counts.append(self._num_open)
         self._tar, self._num_open = None, 0
+
+
+def add_sample(tar: tarfile.TarFile, key: str, members: Mapping[str, bytes]) -> None:
+    """Append one sample, its members sorted by extension; its bytes depend on nothing else."""
+    for extension in sorted(members):
+        info = tarfile.TarInfo(f"{key}.{extension}")  # its defaults: mtime 0, uid 0, gid 0, mode 0o644
+        info.size = len(members[extension])
+        tar.addfile(info, io.BytesIO(members[extension]))
 
 
 def refuse_occupied(out: Path, *, allow_existing: bool = False) -> None:
