@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clipscale.data.store import PIPE, Store, is_remote
+from clipscale.errors import DataError
 
 SIZES = "sizes.json"
 STATS = "_stats.json"
@@ -44,12 +45,15 @@ def _names(folder: str, store: Store) -> set[str]:
         return {path.name for path in Path(folder or ".").glob(f"*{STATS}")}
     if folder.startswith(("http://", "https://")):
         return set()
-    return {address.rpartition("/")[2] for address in store.glob(f"{folder}/*{STATS}")}
+    try:
+        return {address.rpartition("/")[2] for address in store.glob(f"{folder}/*{STATS}")}
+    except DataError:
+        return set()
 
 
 def _json(path: str, store: Store) -> dict[str, Any]:
     try:
         found = json.loads(store.read_text(path) or "{}")
-    except ValueError:
+    except (ValueError, DataError):  # a server that does not answer is told of where its shards are fetched
         return {}
     return found if isinstance(found, dict) else {}

@@ -78,7 +78,7 @@ def make_shards(
     if plan is None or plan["identity"] != identity:
         if plan is not None:
             raise ConfigError(
-                f"{out} holds a begun build of other tables or options: remove it, or choose another folder"
+                f"{out} holds a build of other tables or options that was begun: remove it, or choose another"
             )
         refuse_occupied(out)
         plan = {"identity": identity, "shards": _plan(rows, packing, threads)}

@@ -27,7 +27,6 @@ from clipscale.errors import ConfigError, DataError
 
 PIPE = "pipe:"
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_WAIT_S = 0.5  # before the second attempt; doubled before each further one
 _STALE_S = 86_400.0  # a fetch that has not moved for a day belongs to nobody
 
 Result = TypeVar("Result")
@@ -50,13 +49,15 @@ class Store:
     """Where files come from. Pickles; all processes of a machine share one cache.
 
     folder: the cache. max_bytes: its bound; the files used longest ago make room. timeout_s: how long a server or a
-    command may be silent. attempts: how often a fetch is tried.
+    command may be silent. attempts: how often a fetch is tried. wait_s: before the second attempt; doubled before each
+    further one.
     """
 
     folder: str = ""
     max_bytes: int = 2**36
     timeout_s: float = 60.0
     attempts: int = 4
+    wait_s: float = 0.5
 
     def stat(self, path: str) -> Stat:
         """Size and version of a file. Raises `DataError`; a command has no size before it ran: (0, "")."""
@@ -132,6 +133,7 @@ class Store:
     def _fetch(self, path: str, target: Path, num_bytes: int) -> None:
         self._make_room(path, num_bytes)
         partial = target.with_suffix(".partial")
+        partial.unlink(missing_ok=True)  # the command of a run that was killed may still be writing to it
         try:
             if path.startswith(PIPE):
                 self._run(path.removeprefix(PIPE), partial)
@@ -189,7 +191,7 @@ class Store:
                 if lasting or attempt + 1 == self.attempts:
                     tried = "" if lasting else f" ({self.attempts} attempts, {self.timeout_s:g} s each)"
                     raise kind(f"{path}: {words}{tried}") from fault
-                time.sleep(_WAIT_S * 2**attempt)
+                time.sleep(self.wait_s * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
     def _filesystem(self, path: str) -> tuple[Any, str]:
@@ -257,12 +259,15 @@ LOCAL = Store()
 
 def _download(fs: Any, place: str, target: Path, num_bytes: int) -> None:
     fs.get_file(place, str(target))
-    if num_bytes and (found := target.stat().st_size) != num_bytes:
+    if (found := target.stat().st_size) < num_bytes:
         raise EOFError(f"only {found:,} of {num_bytes:,} bytes came")
 
 
 def _explain(fault: BaseException) -> tuple[type[DataError], str, bool]:
     """The class of error, its words, and whether it is useless to try again."""
+    cause = fault.__cause__
+    if isinstance(fault, FileNotFoundError) and cause is not None and type(cause).__module__.startswith("aiohttp"):
+        fault = cause  # fsspec says "not found" of a web server that does not even answer
     status = getattr(fault, "status", None)
     name = type(fault).__name__
     if isinstance(fault, FileNotFoundError) or status in (404, 410):
