@@ -148,6 +148,7 @@ def data_check(
     from clipscale.data.locations import expand_shards
     from clipscale.model.towers import clip_token_ids
 
+    _quieten_decoders()
     store = _store(cache_dir, timeout_s)
     absent: list[str] = []
     paths = expand_shards(shards, store, absent=absent)
@@ -189,6 +190,7 @@ def data_stats(
     from clipscale.data.inspect import Wanted, draw, inspect
     from clipscale.data.locations import expand_shards
 
+    _quieten_decoders()
     store = _store(cache_dir, timeout_s)
     with progress() as report:
         paths = expand_shards(shards, store)
@@ -218,6 +220,13 @@ def _write_json(path: Path, content: object) -> None:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as fault:
         raise ConfigError(f"--json: {path} cannot be written: {fault.strerror}") from fault
+
+
+def _quieten_decoders() -> None:
+    """Pillow warns of odd files; those that matter are counted."""
+    import warnings
+
+    warnings.filterwarnings("ignore", module="PIL")
 
 
 def _store(cache_dir: str, timeout_s: float) -> Store:
