@@ -14,7 +14,6 @@ from clipscale.config import schema
 from clipscale.config.optim import Optim
 from clipscale.config.plan import Plan, make_plan
 from clipscale.config.schema import Config
-from clipscale.config.support import require_supported
 from clipscale.data import assign
 from clipscale.data.decode import Decoder
 from clipscale.data.index import ShardIndex
@@ -57,8 +56,7 @@ class Parts:
 
 
 def build(config: Config, world: World) -> Parts:
-    """Communicates. Checks the whole request, then builds; a fault on any rank ends all of them with its words."""
-    require_supported(config, world.size)
+    """Communicates. Checks the data and the model, then builds; a fault on any rank ends all of them with its words."""
     index, plan = world.together("data", lambda: _plan(config, world))
     world.agree("the shards", index.counts)
     order = assign.Order(index.counts, config.run.seed, config.data.streams, config.data.shuffle_block)

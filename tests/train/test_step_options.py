@@ -19,11 +19,10 @@ from clipscale.dist.engine import PlainEngine
 from clipscale.dist.world import World
 from clipscale.errors import DivergedError
 from clipscale.model.towers import Towers, build_towers
-from clipscale.optim.groups import parameter_groups
 from clipscale.step import StepResult, StepShape, train_step
 from clipscale.train import build
 from tests.helpers.ranks import run_ranks
-from tests.train.problem import NUM_PAIRS, batch
+from tests.train.problem import NUM_PAIRS, batch, sgd
 
 ALONE = World(0, 1, torch.device("cpu"))
 LOSS = SoftmaxLoss("softmax")
@@ -47,7 +46,7 @@ def make(vision: dict[str, Any], *, half: torch.dtype | None = None, **options: 
 
 def one_step(towers: Towers, shape: StepShape, world: World = ALONE) -> tuple[StepResult, dict[str, Tensor]]:
     """-> the result, and what SGD at a rate of 1 subtracted."""
-    optimizer = torch.optim.SGD(parameter_groups(towers, lr=1.0, weight_decay=0.0), lr=1.0)
+    optimizer = sgd(towers, 1.0)
     engine = PlainEngine(towers, optimizer, world, sparse_rows=not shape.always_graph)
     before = {name: parameter.detach().clone() for name, parameter in towers.named_parameters()}
     images, tokens = (rows.chunk(world.size)[world.rank] for rows in batch())
@@ -107,7 +106,7 @@ def test_bf16_towers_give_fp32_features_and_nearly_the_same_loss() -> None:
 
 
 def scaled_engine(towers: Towers) -> PlainEngine:
-    optimizer = torch.optim.SGD(parameter_groups(towers, lr=1e-3, weight_decay=0.0), lr=1e-3)
+    optimizer = sgd(towers, 1e-3)
     return PlainEngine(towers, optimizer, ALONE, clip_norm=1.0, loss_scaling=True)
 
 
