@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from clipscale.config.load import load_config
@@ -9,7 +11,7 @@ from clipscale.config.optim import Muon
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import TINY, Outcome, Toy, run_variants
 
-STEPS = ("train.duration.steps=8", "train.keep_graph_bytes=0")
+STEPS = ("train.duration.steps=6", "train.keep_graph_bytes=0")
 RATES = {
     "adamw": "optim.lr=0.001",
     "lamb": "optim.lr=0.01",
@@ -21,11 +23,10 @@ RATES = {
 ENGINES = {
     "plain": (),
     "ZeRO-2": ("engine.kind=deepspeed", "engine.zero_stage=2"),
-    "ZeRO-3": ("engine.kind=deepspeed", "engine.zero_stage=3"),
     "hsdp": ("engine.kind=hsdp", "engine.shard_group=2"),
     "ZeRO-0": ("engine.kind=deepspeed", "engine.zero_stage=0"),
 }
-OFFERED = {kind: tuple(ENGINES)[:4] for kind in RATES} | {"muon": ("plain", "ZeRO-0")}
+OFFERED = {kind: tuple(ENGINES)[:3] for kind in RATES} | {"muon": ("plain", "ZeRO-0")}
 
 
 def variants() -> dict[str, tuple[str, ...]]:
