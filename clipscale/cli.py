@@ -107,6 +107,7 @@ def config_show(config: ConfigFile, settings: Settings = None) -> None:
 RunFolder = Annotated[Path, typer.Argument(help="Run folder of `clipscale train`.", metavar="RUN")]
 Shards = Annotated[list[str], typer.Argument(help="Shards: paths, globs, folders or braces.", metavar="SHARDS...")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")]
+Ema = Annotated[bool, typer.Option("--ema", help="Evaluate the averaged weights (train.ema_decay).")]
 Sheet = Annotated[Path | None, typer.Option(help="PNG with some images and their five best names.")]
 
 
@@ -121,6 +122,7 @@ def eval_zeroshot(
         Path | None, typer.Option(help="File of class names, one a line. Default: those in the data.")
     ] = None,
     templates: Annotated[str, typer.Option(help="none, simple, or a file of prompts with {} for the name.")] = "none",
+    ema: Ema = False,
     sheet: Sheet = None,
     json_out: JsonOut = None,
 ) -> None:
@@ -128,7 +130,7 @@ def eval_zeroshot(
     from clipscale.config.schema import ZeroShotEval
 
     spec = ZeroShotEval("zeroshot", _names(shards), tuple(shards), label, templates)
-    _evaluate(run, [spec], json_out, class_names=classes, sheet=sheet)
+    _evaluate(run, [spec], json_out, class_names=classes, sheet=sheet, ema=ema)
 
 
 @eval_app.command("retrieval")
@@ -136,12 +138,13 @@ def eval_retrieval(
     run: RunFolder,
     shards: Shards,
     caption: Annotated[str, typer.Option(help="Where a sample's caption stands: an extension, or json:KEY.")] = "txt",
+    ema: Ema = False,
     json_out: JsonOut = None,
 ) -> None:
     """Find captions by image and images by caption; recall at 1, 5 and 10 beside chance."""
     from clipscale.config.schema import RetrievalEval
 
-    _evaluate(run, [RetrievalEval("retrieval", _names(shards), tuple(shards), caption)], json_out)
+    _evaluate(run, [RetrievalEval("retrieval", _names(shards), tuple(shards), caption)], json_out, ema=ema)
 
 
 def _names(shards: list[str]) -> str:
@@ -149,7 +152,7 @@ def _names(shards: list[str]) -> str:
 
 
 @eval_app.command("all")
-def eval_all(run: RunFolder, sheet: Sheet = None, json_out: JsonOut = None) -> None:
+def eval_all(run: RunFolder, ema: Ema = False, sheet: Sheet = None, json_out: JsonOut = None) -> None:
     """Every [[eval]] table of the run's own configuration, in one report."""
     from clipscale.config.load import load_config
 
@@ -159,7 +162,7 @@ def eval_all(run: RunFolder, sheet: Sheet = None, json_out: JsonOut = None) -> N
     specs = load_config(path).eval
     if not specs:
         raise ConfigError(f"{path} has no [[eval]] table; use `clipscale eval zeroshot` or `retrieval` with shards")
-    _evaluate(run, specs, json_out, sheet=sheet)
+    _evaluate(run, specs, json_out, sheet=sheet, ema=ema)
 
 
 def _evaluate(
@@ -169,6 +172,7 @@ def _evaluate(
     *,
     class_names: Path | None = None,
     sheet: Path | None = None,
+    ema: bool = False,
 ) -> None:
     """Scores and shows all `specs`; the sheet is drawn for the first zero-shot one."""
     import torch
@@ -178,7 +182,7 @@ def _evaluate(
     from clipscale.evaluate.report import show
     from clipscale.evaluate.run import evaluate, load_embedder
 
-    embedder, size = load_embedder(run)
+    embedder, size = load_embedder(run, ema=ema)
     world = World(0, 1, torch.device("cpu"))
     drawn = next((spec for spec in specs if spec.kind == "zeroshot"), None)
     results = {

@@ -29,9 +29,9 @@ import numpy as np
 import open_clip
 import psutil
 import torch
-import webdataset
 from PIL import Image
 from torchvision import transforms
+from webdataset.compat import WebDataset
 
 from clipscale.config.data import CropAugment, TextCaption
 from clipscale.config.schema import Model
@@ -138,7 +138,7 @@ def webdataset_loader(shards: str) -> Loader:
 
     def start() -> Iterator[int]:
         while True:
-            data = webdataset.WebDataset(shards, shardshuffle=False).shuffle(100).decode("pilrgb")
+            data = WebDataset(shards, shardshuffle=False).shuffle(100).decode("pilrgb")
             pairs = data.to_tuple("jpg", "txt").map_tuple(preprocess, lambda text: tokenizer(text)[0])
             for images, _ in pairs.batched(BATCH, partial=False):
                 yield len(images)

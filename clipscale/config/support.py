@@ -16,7 +16,9 @@ def require_supported(config: Config, world_size: int) -> None:
     """Raises `ConfigError` with every contradiction."""
     faults = unsupported(config, world_size)
     if faults:
-        raise ConfigError("this run cannot work:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        error = ConfigError("this run cannot work:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        error.on_all_ranks = True  # all read the same file
+        raise error
 
 
 def _engine(config: Config, world_size: int) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from clipscale.dist.world import World
 from clipscale.errors import ConfigError
@@ -70,6 +71,11 @@ def set_rates(optimizer: torch.optim.Optimizer, lr_factor: float) -> None:
     """Every group's rate becomes its `base_lr` times the schedule's factor."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * lr_factor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class LossScale:

@@ -43,11 +43,18 @@ class ForwardEmbedder:
         return self._forward("text", self._tokenize(list(texts)).to(self._device))[0].cpu()
 
 
-def load_embedder(run: Path) -> tuple[ForwardEmbedder, int]:
-    """The weights in RUN/model, and the side of the images they take. Raises `ConfigError` where there are none."""
-    folder = run / "model"
+def load_embedder(run: Path, *, ema: bool = False) -> tuple[ForwardEmbedder, int]:
+    """The weights in RUN/model, or their average, and the side of the images they take.
+
+    Raises `ConfigError` where there are none.
+    """
+    folder = run / ("model-ema" if ema else "model")
     if not (folder / "open_clip_config.json").is_file():
-        raise ConfigError(f"{run} holds no model/ folder: wanted a run folder of `clipscale train` with a checkpoint")
+        if ema and (run / "model").is_dir():
+            raise ConfigError(f"--ema: {run} holds no average of the weights; it was trained without train.ema_decay")
+        raise ConfigError(
+            f"{run} holds no {folder.name}/ folder: wanted a run folder of `clipscale train` with a checkpoint"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     towers, architecture, size = load_exported(folder)
     return ForwardEmbedder(towers.to(device).eval(), Tokenize(Model(), architecture), device), size

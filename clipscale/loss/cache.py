@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from clipscale.dist.engine import Engine, Tower
+from clipscale.dist.engine import Engine, Tower, local
 from clipscale.errors import DivergedError
 
 _REPLAY_TOLERANCE = 1e-2  # between coordinates of unit features; other random numbers move them by ten times as much
@@ -156,19 +156,21 @@ def _check_replayed(replayed: Float[Tensor, "c d"], embedded: Float[Tensor, "c d
 
 def graph_bytes(engine: Engine, tower: Tower, chunk: Chunk) -> int:
     """What autograd holds between forward and backward of this chunk, beside the weights. Runs the forward once."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
-    held: dict[int, int] = {}
+    weights = {local(parameter).untyped_storage().data_ptr() for parameter in engine.model.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
 
     def note(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
-        held[storage.data_ptr()] = storage.nbytes()
+        held[storage.data_ptr()] = storage
         return saved
 
     with random_state_kept(engine.device), torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         # The graph must live while it is measured: a freed storage's address would serve the next one.
         graph = engine.forward(tower, chunk.to(engine.device))
+        # Sized only now: under hsdp the graph refers to gathered weights, which are freed after the forward.
+        size = sum(storage.nbytes() for address, storage in held.items() if address not in weights)
     del graph
-    return sum(size for address, size in held.items() if address not in weights)
+    return size
 
 
 def graphs_that_fit(budget_bytes: int, bytes_each: int, num_chunks: int) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from clipscale.optim.segments import local
+from clipscale.dist.engine import local
+from clipscale.optim.segments import Layout
 
 
 class WeightAverage:
@@ -35,3 +37,8 @@ class WeightAverage:
                 done = state["averaged"]
                 decay = min(self._decay, (1 + done) / (10 + done))
                 local(state["average"]).lerp_(local(holder.detach()), 1 - decay)
+
+
+def average_weights(optimizer: torch.optim.Optimizer, layout: Layout) -> dict[str, Tensor]:
+    """Communicates where layers are cut. The average of every trained parameter, whole, on the CPU of every rank."""
+    return layout.whole(lambda holder: optimizer.state[holder].get("average", holder.detach()))

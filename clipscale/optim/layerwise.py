@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipscale.dist.engine import local
 from clipscale.optim.groups import Treatment
-from clipscale.optim.segments import Segment, local, whole_layers
+from clipscale.optim.segments import Segment, whole_layers
 
 
 def trust_ratios(weight_norms: Tensor, update_norms: Tensor, coefficient: float, bound: float) -> Tensor:

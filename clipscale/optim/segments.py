@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from clipscale.dist.engine import local
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -60,11 +62,6 @@ class Layout:
                 flat[segment.offset : segment.offset + segment.length] = segment.of(part_of(segment.holder))
             found[name] = self.sum_over_ranks(flat).view(shape).cpu()
         return found
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it; shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -14,7 +14,6 @@ from clipscale.config import schema
 from clipscale.config.optim import Optim
 from clipscale.config.plan import Plan, make_plan
 from clipscale.config.schema import Config
-from clipscale.config.support import require_supported
 from clipscale.data.index import Report
 from clipscale.data.mixture import Mixture
 from clipscale.dist import engine as engines
@@ -55,11 +54,10 @@ class Parts:
 
 
 def build(config: Config, world: World, report: Report | None = None) -> Parts:
-    """Communicates. Checks the whole request, then builds; a fault on any rank ends all of them with its words.
+    """Communicates. Checks the data and the model, then builds; a fault on any rank ends all of them with its words.
 
     `report` is told how far the shards have been looked at.
     """
-    require_supported(config, world.size)
     found, plan = world.together("data", lambda: _plan(config, world, report))
     world.agree("the shards", [source.index.counts for source in found])
     torch.manual_seed(config.run.seed)  # every rank draws the same first weights

@@ -6,6 +6,7 @@ metrics.jsonl     one object per step, one per evaluation, one for what was drop
 keys.jsonl        with train.write_keys: the samples of each step
 checkpoints/step-00000100/   the engine's state and progress.json
 model/            the weights as an ordinary open_clip model folder
+model-ema/        their average, where train.ema_decay asks for one
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import safetensors.torch
+from torch import Tensor
 
 from clipscale.config.schema import Model
 from clipscale.dist.engine import Engine
@@ -25,7 +27,7 @@ from clipscale.dist.world import World
 from clipscale.errors import ConfigError
 from clipscale.model.towers import to_open_clip
 
-_OWN_FILES = ("resolved.toml", "run.json", "metrics.jsonl", "keys.jsonl", "checkpoints", "model")
+_OWN_FILES = ("resolved.toml", "run.json", "metrics.jsonl", "keys.jsonl", "checkpoints", "model", "model-ema")
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,9 @@ def load(folder: Path, engine: Engine, *, order: str, model: Model) -> Progress:
     return progress
 
 
-def export(out: Path, engine: Engine, model: Model, architecture: dict[str, Any], world: World) -> None:
-    """Communicates under ZeRO-3. Writes `model/`: `open_clip.create_model('local-dir:OUT/model')` loads it."""
-    weights = engine.weights()
-    if not world.is_main:
-        return
+def export(folder: Path, weights: dict[str, Tensor], model: Model, architecture: dict[str, Any]) -> None:
+    """Whole weights as `open_clip.create_model('local-dir:FOLDER')` loads them. On the main rank alone."""
     tensors, description = to_open_clip(weights, model, architecture)
-    folder = out / "model"
     folder.mkdir(exist_ok=True)
     provisional = folder / ".writing"
     safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, provisional)

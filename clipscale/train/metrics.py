@@ -75,7 +75,8 @@ class Display:
 
     def show(self, record: Mapping[str, Any]) -> None:
         """One step's record."""
-        note = f"loss {record['loss']:.4f}  {record['samples_per_s']:,.0f} samples/s"
+        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+        note = f"loss {loss}  {record['samples_per_s']:,.0f} samples/s"
         self._progress.update(self._task, completed=record["step"], note=note)
         now = time.monotonic()
         if not self._console.is_terminal and (now >= self._next_line or record["step"] == self._total):

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipscale.config.load import load_config
-from clipscale.config.plan import make_plan, steps_of
-from clipscale.config.schema import Config, Duration
+from clipscale.config.optim import AdamW, ConstantSchedule, Lamb, WarmupStableDecaySchedule
+from clipscale.config.plan import make_plan, samples_of, scaled_lr, steps_of
+from clipscale.config.schema import Config
+from clipscale.config.values import Duration
 from clipscale.errors import ConfigError
 from tests.helpers.runs import TINY
 
@@ -63,7 +65,8 @@ def test_whole_epochs_are_not_rounded_up() -> None:
 
 def test_the_plan_of_the_tiny_run(tiny: Config) -> None:
     plan = make_plan(tiny, world_size=2, num_samples=2048)
-    assert (plan.rank_batch, plan.total_steps, plan.warmup_steps) == (32, 30, 5)
+    assert (plan.rank_batch, plan.total_steps, plan.warmup_samples) == (32, 30, 5 * 64)
+    assert (plan.lr, plan.cooldown_samples, plan.total_samples) == (5e-4, 0, 30 * 64)
     assert (plan.image_chunk, plan.text_chunk) == (16, 32)
     assert (plan.save_every_steps, plan.eval_every_steps) == (0, 0)
     assert plan.epochs == pytest.approx(30 * 64 / 2048)
@@ -98,7 +101,7 @@ def test_every_contradiction_is_named_at_once(tiny: Config) -> None:
 def test_a_short_trial_run_may_end_within_its_warmup(tiny: Config) -> None:
     config = replace(tiny, optim=replace(tiny.optim, warmup=Duration(steps=31)))
     plan = make_plan(config, 1, 2048)
-    assert (plan.warmup_steps, plan.total_steps) == (31, 30)
+    assert (plan.warmup_samples, plan.total_samples) == (31 * 64, 30 * 64)
 
 
 def test_the_whole_duration_cannot_be_a_fraction(tiny: Config) -> None:
@@ -110,3 +113,37 @@ def test_the_whole_duration_cannot_be_a_fraction(tiny: Config) -> None:
 def test_a_plan_needs_no_files(tiny: Config) -> None:
     assert not Path(str(tiny.data.shards)).is_absolute()
     make_plan(tiny, 1, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("duration", "samples"),
+    [
+        (Duration(steps=7), 448),
+        (Duration(samples=641), 641),
+        (Duration(epochs=0.513), 513),
+        (Duration(fraction=0.05), 320),
+        (Duration(fraction=0.0501), 321),
+    ],
+)
+def test_parts_of_a_schedule_need_not_be_whole_steps(duration: Duration, samples: int) -> None:
+    assert samples_of(duration, global_batch=64, num_samples=1000, total_samples=6400) == samples
+
+
+@pytest.mark.parametrize(("rule", "lr"), [("none", 1e-3), ("sqrt", 2e-3), ("linear", 4e-3)])
+def test_the_rate_grows_with_the_batch_where_a_rule_says_so(rule: str, lr: float) -> None:
+    table = Lamb(kind="lamb", lr=1e-3, lr_rule=rule, base_batch=256)  # pyright: ignore[reportArgumentType]
+    assert scaled_lr(table, 1024) == pytest.approx(lr)
+    assert scaled_lr(table, 256) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cooldown"),
+    [
+        (ConstantSchedule("constant"), 0),
+        (ConstantSchedule("constant", cooldown=Duration(steps=3)), 3 * 64),
+        (WarmupStableDecaySchedule("wsd"), 30 * 64 // 5),
+    ],
+)
+def test_the_descent_at_the_end(tiny: Config, schedule: ConstantSchedule, cooldown: int) -> None:
+    config = replace(tiny, optim=AdamW(kind="adamw", lr=1.0, schedule=schedule))
+    assert make_plan(config, 1, 2048).cooldown_samples == cooldown

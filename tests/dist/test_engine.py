@@ -171,7 +171,7 @@ def test_files_hold_nothing_but_tensors_and_plain_values(tmp_path: Path) -> None
     five_steps(engine, 0)
     engine.save(tmp_path)
     saved = torch.load(tmp_path / "plain.pt", weights_only=True)
-    assert set(saved) == {"model", "optimizer", "scaler"}
+    assert set(saved) == {"model", "optimizer", "scale"}
 
 
 def test_a_checkpoint_of_another_engine_is_refused(tmp_path: Path) -> None:

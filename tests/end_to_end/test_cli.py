@@ -65,6 +65,22 @@ def assert_fault(said: Said, code: int, *parts: str) -> None:
         assert part in said.err
 
 
+def test_what_does_not_go_together_is_refused_before_any_data_is_read(
+    clipscale: Callable[..., Said], tmp_path: Path
+) -> None:
+    settings = (
+        "engine.kind=hsdp",
+        "engine.shard_group=2",
+        "optim.kind=muon",
+        "model.compile=true",
+        "data.shards=absent",
+    )
+    said = clipscale("train", TINY, "--out", tmp_path / "run", *(word for each in settings for word in ("--set", each)))
+    assert_fault(said, 2, "engine.shard_group: 2 does not divide the 1 ranks", "optim.kind = 'muon'", "model.compile")
+    assert "absent" not in said.err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "code", "parts"),
     [

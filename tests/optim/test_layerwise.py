@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clipscale.config.optim import Lamb as LambTable
-from clipscale.dist.engine import Engine, PlainEngine
+from clipscale.dist.engine import Engine
 from clipscale.dist.world import World
 from clipscale.optim import layerwise, segments
 from clipscale.optim.groups import treatments
@@ -19,14 +19,15 @@ from clipscale.optim.lamb import Lamb
 from clipscale.optim.lars import Lars
 from clipscale.optim.layerwise import LayerwiseOptimizer, trust_ratios
 from clipscale.optim.segments import Layout
+from tests.helpers.engines import make_engine
 from tests.helpers.ranks import run_ranks
 from tests.optim.layers import DECAY, EPS, LR, SHAPES, STEPS, Awkward, reference
 
 ENGINES = {
-    1: ["plain", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hsdp 1"],
-    2: ["plain", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ 2", "hsdp 1", "hsdp 2", "ZeRO-2 host", "ZeRO-3 host"],
-    3: ["plain", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hsdp 3"],
-    4: ["plain", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ 2", "hsdp 2", "hsdp 4"],
+    1: ["plain", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hsdp-1"],
+    2: ["plain", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ-2", "hsdp-1", "hsdp-2", "ZeRO-2 host", "ZeRO-3 host"],
+    3: ["plain", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hsdp-3"],
+    4: ["plain", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ-2", "hsdp-2", "hsdp-4"],
 }
 
 
@@ -37,31 +38,14 @@ def make_optimizer(kind: str, model: torch.nn.Module) -> LayerwiseOptimizer:
     return Lars(model, treated, LR, trust_coefficient=0.02)
 
 
-def make_engine(world: World, kind: str, name: str) -> tuple[Engine, LayerwiseOptimizer]:
-    model = Awkward()
-    if name.startswith("hsdp"):
-        from clipscale.dist import hsdp_engine
-
-        groups = hsdp_engine.shard_model(model, world, int(name[-1]))
-        optimizer = make_optimizer(kind, model)
-        optimizer.layout = segments.sharded_layers(model, groups.shard)
-        return hsdp_engine.HsdpEngine(model, optimizer, world, groups), optimizer
-    optimizer = make_optimizer(kind, model)
-    if name == "plain":
-        return PlainEngine(model, optimizer, world), optimizer
-    from clipscale.dist.deepspeed_engine import DeepSpeedEngine, Zero
-
-    stage = 3 if name.startswith("hpZ") else int(name[5])
-    host = name.endswith("host")
-    zero = Zero(stage, 2 if name.startswith("hpZ") else 0, host, host and stage == 3)
-    engine = DeepSpeedEngine(model, optimizer, world, rank_batch=1, zero=zero)
-    optimizer.layout = segments.of_zero(model, engine.sharded_optimizer, stage)
-    return engine, optimizer
+def engine_for(world: World, kind: str, name: str) -> tuple[Engine, Layout]:
+    engine, _, layout = make_engine(world, name, Awkward(), lambda model: make_optimizer(kind, model))
+    return engine, layout
 
 
 def five_steps(world: World, kind: str, name: str) -> dict[str, Tensor]:
     """Communicates. Each step's gradient comes in two halves, as two chunks would give it."""
-    engine, _ = make_engine(world, kind, name)
+    engine, _ = engine_for(world, kind, name)
     for step in range(1, STEPS + 1):
         for last in (False, True):
             value, _ = engine.forward("image", torch.tensor([step, world.rank]))
@@ -119,7 +103,7 @@ def _decay_after_the_norm(self: LayerwiseOptimizer, *arguments: Any) -> None:
 PLANTS: dict[str, tuple[str, Any, str, Any]] = {
     "norms not summed over ranks, ZeRO-1": ("ZeRO-1", Layout, "sum_over_ranks", _keep_to_oneself),
     "norms not summed over ranks, ZeRO-3": ("ZeRO-3", Layout, "sum_over_ranks", _keep_to_oneself),
-    "norms not summed over ranks, hsdp": ("hsdp 2", Layout, "sum_over_ranks", _keep_to_oneself),
+    "norms not summed over ranks, hsdp": ("hsdp-2", Layout, "sum_over_ranks", _keep_to_oneself),
     "one ratio per partition": ("ZeRO-2", segments, "of_zero", _one_ratio_per_partition),
     "zero layers cannot move": ("plain", layerwise, "trust_ratios", _ratio_zero),
     "decay not part of the update": ("plain", LayerwiseOptimizer, "_decay", _decay_after_the_norm),
@@ -151,15 +135,14 @@ def test_trust_ratios_by_hand() -> None:
 
 def layouts(world: World, name: str) -> dict[str, Any]:
     """Communicates. Where this rank holds what, and the whole layers put together from all ranks' pieces."""
-    _, optimizer = make_engine(world, "lamb", name)
-    layout = optimizer.layout
+    _, layout = engine_for(world, "lamb", name)
     covered: dict[str, list[tuple[int, int]]] = {}
     for segment in layout.segments:
         covered.setdefault(layout.names[segment.layer], []).append((segment.offset, segment.length))
     return {"covered": covered, "whole": layout.whole(lambda holder: holder.detach())}
 
 
-@pytest.mark.parametrize("name", ["plain", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ 2", "hsdp 2"])
+@pytest.mark.parametrize("name", ["plain", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ-2", "hsdp-2"])
 def test_every_element_of_every_layer_has_one_place(name: str) -> None:
     everybodys = run_ranks(2, layouts, name)
     weights = dict(Awkward().named_parameters())
@@ -180,7 +163,7 @@ def test_every_element_of_every_layer_has_one_place(name: str) -> None:
 
 def counted_sums(world: World, name: str) -> int:
     """Communicates. How often the optimizer's step asks the other ranks."""
-    engine, _ = make_engine(world, "lamb", name)
+    engine, _ = engine_for(world, "lamb", name)
     calls = 0
     summed = Layout.sum_over_ranks
 
@@ -196,7 +179,7 @@ def counted_sums(world: World, name: str) -> int:
     return calls
 
 
-@pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3", "hsdp 2"])
+@pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3", "hsdp-2"])
 def test_one_sum_a_step(name: str) -> None:
     assert run_ranks(2, counted_sums, name) == [1, 1]
 

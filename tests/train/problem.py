@@ -12,18 +12,20 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipscale import step
+from clipscale.config.optim import AdamW
 from clipscale.config.schema import Model, SigmoidLoss, SoftmaxLoss
-from clipscale.dist import deepspeed_engine
+from clipscale.dist import deepspeed_engine, hsdp_engine
 from clipscale.dist.engine import Engine, PlainEngine, set_rates
 from clipscale.dist.world import World
 from clipscale.loss.cache import RandomState
 from clipscale.model.towers import Towers, build_towers
-from clipscale.optim.groups import parameter_groups
+from clipscale.optim.groups import parameter_groups, treatments
 from clipscale.step import StepShape, train_step
 from clipscale.train import build
+from tests.helpers.engines import make_engine
 
 NUM_PAIRS = 16
 _LR = 100.0  # large: what SGD subtracts is then the gradient to full precision
@@ -35,7 +37,7 @@ _TEXT = {"context_length": 12, "vocab_size": 50, "width": 16, "heads": 2, "layer
 class Case:
     """How the gradient of the batch is to be computed. `bug` names a fault to plant, see `planted`."""
 
-    engine: str = "plain"  # or ZeRO-0 to ZeRO-3
+    engine: str = "plain"  # or ZeRO-0 to ZeRO-3, hpZ-2, hsdp-1 to hsdp-4 (ranks per group)
     image_chunk: int = NUM_PAIRS
     text_chunk: int = NUM_PAIRS
     keep_image_graphs: int = 0
@@ -158,18 +160,16 @@ def measure(world: World, case: Case) -> Answer:
     return Answer(result.loss, result.grad_norm, {name: (before[name].double() - after[name]) / _LR for name in before})
 
 
+def sgd(model: nn.Module, lr: float) -> torch.optim.SGD:
+    """Without momentum and decay: what it subtracts is lr times the gradient."""
+    treated = treatments(model, AdamW(kind="adamw", lr=lr, weight_decay=0.0), {})
+    return torch.optim.SGD(parameter_groups(model, treated, lr), lr=lr)
+
+
 def _engine(case: Case, towers: Towers, world: World) -> Engine:
-    optimizer = torch.optim.SGD(parameter_groups(towers, lr=_LR, weight_decay=0.0), lr=_LR)
-    if case.engine == "plain":
-        return PlainEngine(towers, optimizer, world, clip_norm=case.clip_norm)
-    return deepspeed_engine.DeepSpeedEngine(
-        towers,
-        optimizer,
-        world,
-        rank_batch=NUM_PAIRS // world.size,
-        zero=deepspeed_engine.Zero(int(case.engine.removeprefix("ZeRO-"))),
-        clip_norm=case.clip_norm,
-    )
+    rows = NUM_PAIRS // world.size
+    options = {"rank_batch": rows, "clip_norm": case.clip_norm}
+    return make_engine(world, case.engine, towers, lambda model: sgd(model, _LR), **options)[0]
 
 
 def measure_all(world: World, cases: Sequence[Case]) -> list[Answer]:
@@ -233,6 +233,10 @@ def _leave_the_order_of_chunks(*arguments: Any, **options: Any) -> Any:
     return replace(embedded, features=embedded.features[rows])
 
 
+def _groups_apart(self: Any) -> None:
+    pass
+
+
 _replay, _settings, _embed = step.replay, deepspeed_engine._settings, step.embed
 _ENGINE = deepspeed_engine.DeepSpeedEngine
 _BUGS: dict[str, tuple[Any, str, Any]] = {
@@ -243,6 +247,7 @@ _BUGS: dict[str, tuple[Any, str, Any]] = {
     "boundary never set": (_ENGINE, "backward", _never_a_boundary),
     "old gradients stay in stage 3": (_ENGINE, "step", _keep_old_gradients),
     "DeepSpeed's own clipping": (deepspeed_engine, "_settings", _forget_to_clip_nothing),
+    "groups never meet": (hsdp_engine.HsdpEngine, "_average_over_groups", _groups_apart),
     "no averaging over ranks": (PlainEngine, "backward", _no_averaging),
     "features in the order of chunks": (step, "embed", _leave_the_order_of_chunks),
 }

@@ -28,7 +28,7 @@ def engine() -> PlainEngine:
 
 
 def progress(step: int) -> Progress:
-    return Progress(step, {0: step, 7: step + 1}, "order", asdict(MODEL))
+    return Progress(step, step, {0: step, 7: step + 1}, "order", asdict(MODEL))
 
 
 def names(out: Path) -> list[str]:

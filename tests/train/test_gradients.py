@@ -21,7 +21,13 @@ def cases(size: int) -> list[Case]:
     rank_pairs = NUM_PAIRS // size
     ragged = cut(image_chunk=rank_pairs - 1, text_chunk=rank_pairs // 2 + 1)
     if size == 4:
-        return [ragged, cut("ZeRO-2", 3), cut("ZeRO-3", 3, keep_image_graphs=1), cut(loss="sigmoid")]
+        hybrid = [
+            cut("hpZ-2", 3),
+            cut("hsdp-1", 3),
+            cut("hsdp-2", 3, keep_image_graphs=1, clip_norm=0.1),
+            cut("hsdp-4", 3),
+        ]
+        return [ragged, cut("ZeRO-2", 3), cut("ZeRO-3", 3, keep_image_graphs=1), cut(loss="sigmoid"), *hybrid]
     chunks = [
         Case(),
         cut(image_chunk=1, text_chunk=rank_pairs),
@@ -29,13 +35,15 @@ def cases(size: int) -> list[Case]:
         cut(),
         ragged,
     ]
-    engines = [cut(stage, image_chunk=3) for stage in STAGES]
+    engines = [cut(engine, image_chunk=3) for engine in (*STAGES, f"hsdp-{size}")]
     if size == 1:
         return chunks + engines + dropping(chunks)
     keeping = [
-        cut(engine, 3, 3, keep_image_graphs=2, keep_text_graphs=1, clip_norm=0.1) for engine in ("plain", *STAGES)
+        cut(engine, 3, 3, keep_image_graphs=2, keep_text_graphs=1, clip_norm=0.1)
+        for engine in ("plain", *STAGES, "hpZ-2", "hsdp-1", "hsdp-2")
     ]
     kinds = [cut(loss="sigmoid"), cut("ZeRO-2", 3, 3, loss="sigmoid"), cut(activation_checkpointing=True)]
+    kinds += [cut(engine, 3, activation_checkpointing=True) for engine in ("ZeRO-3", "hsdp-2")]
     return chunks + keeping + kinds + dropping([cut(), *engines, keeping[0], keeping[-1], kinds[-1]])
 
 
@@ -76,6 +84,7 @@ PLANTS = {
     "boundary never set": [cut("ZeRO-2", 3)],
     "old gradients stay in stage 3": [cut("ZeRO-3", 3)],
     "DeepSpeed's own clipping": [cut("ZeRO-1", 3)],
+    "groups never meet": [cut("hsdp-1", 3)],
     "no averaging over ranks": [cut()],
     "features in the order of chunks": [cut()],
 }

@@ -203,3 +203,25 @@ def test_a_longer_run_goes_on_from_a_finished_one(alone: World, toy: Toy, finish
     assert found is not None
     assert [record["step"] for record in found.records] == list(range(1, 13))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["ranks"] == 1
+
+
+# ---- hybrid sharding --------------------------------------------------------------------------------------------
+
+HSDP = (*TEN, "engine.kind=hsdp", "optim.kind=lamb", "optim.lr=0.005", "train.ema_decay=0.9")
+
+
+def hsdp_run(world: World, toy: Toy, out: Path, group: int, resume: bool) -> Outcome | None:
+    return run(world, toy.config(*HSDP, f"engine.shard_group={group}"), out, resume=resume)
+
+
+def test_hsdp_goes_on_with_other_ranks_and_other_groups(toy: Toy, tmp_path: Path) -> None:
+    through = run_ranks(2, hsdp_run, toy, tmp_path / "through", 2, False)[0]
+    for size, group in ((2, 2), (2, 1), (4, 2), (1, 1)):
+        (tmp_path / f"{size}-{group}").mkdir()
+        out = cut_off(tmp_path / "through", tmp_path / f"{size}-{group}")
+        found = run_ranks(size, hsdp_run, toy, out, group, True)[0]
+        if (size, group) == (2, 2):
+            assert_identical(found, through)
+        assert found.curve() == pytest.approx(through.curve(), rel=1e-5), (size, group)
+        for name, weight in through.weights.items():
+            torch.testing.assert_close(found.weights[name], weight, rtol=1e-3, atol=1e-5, msg=f"{size} {group} {name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -19,11 +18,11 @@ from clipscale.dist.engine import PlainEngine
 from clipscale.dist.world import World
 from clipscale.errors import DivergedError
 from clipscale.model.towers import Towers, build_towers
-from clipscale.optim.groups import parameter_groups
 from clipscale.step import StepResult, StepShape, train_step
 from clipscale.train import build
+from tests.helpers.engines import make_engine
 from tests.helpers.ranks import run_ranks
-from tests.train.problem import NUM_PAIRS, batch
+from tests.train.problem import NUM_PAIRS, batch, sgd
 
 ALONE = World(0, 1, torch.device("cpu"))
 LOSS = SoftmaxLoss("softmax")
@@ -47,7 +46,7 @@ def make(vision: dict[str, Any], *, half: torch.dtype | None = None, **options: 
 
 def one_step(towers: Towers, shape: StepShape, world: World = ALONE) -> tuple[StepResult, dict[str, Tensor]]:
     """-> the result, and what SGD at a rate of 1 subtracted."""
-    optimizer = torch.optim.SGD(parameter_groups(towers, lr=1.0, weight_decay=0.0), lr=1.0)
+    optimizer = sgd(towers, 1.0)
     engine = PlainEngine(towers, optimizer, world, sparse_rows=not shape.always_graph)
     before = {name: parameter.detach().clone() for name, parameter in towers.named_parameters()}
     images, tokens = (rows.chunk(world.size)[world.rank] for rows in batch())
@@ -106,25 +105,48 @@ def test_bf16_towers_give_fp32_features_and_nearly_the_same_loss() -> None:
     assert {update.dtype for update in updates.values()} == {torch.float32}
 
 
-def scaled_engine(towers: Towers) -> PlainEngine:
-    optimizer = torch.optim.SGD(parameter_groups(towers, lr=1e-3, weight_decay=0.0), lr=1e-3)
-    return PlainEngine(towers, optimizer, ALONE, clip_norm=1.0, loss_scaling=True)
-
-
-def test_fp16_finds_its_scale_and_then_follows_fp32() -> None:
-    """The first factors overflow fp16: these steps leave the weights alone, and the factor halves."""
-    towers, images, tokens = make(VISION, half=torch.float16), *batch()
-    engine, before = scaled_engine(towers), [parameter.detach().clone() for parameter in towers.parameters()]
-    wanted, _ = one_step(make(VISION), StepShape(5, 3))
-    for _ in range(30):
-        result = train_step(engine, images, tokens, ALONE, shape=StepShape(5, 3), loss=build._loss(LOSS), lr_factor=1.0)
-        if math.isfinite(result.grad_norm):
+def steps_until_applied(world: World, name: str, half: torch.dtype | None) -> dict[str, Any]:
+    """Communicates. Steps of SGD at 1e-3 with the norm clipped to 1, until one is applied."""
+    towers = make(VISION, half=half)
+    engine, _, _ = make_engine(
+        world,
+        name,
+        towers,
+        lambda model: sgd(model, 1e-3),
+        rank_batch=NUM_PAIRS // world.size,
+        clip_norm=1.0,
+        loss_scaling=half == torch.float16,
+    )
+    before = {key: weight.clone() for key, weight in engine.weights().items()}
+    images, tokens = (rows.chunk(world.size)[world.rank] for rows in batch())
+    shape, loss = StepShape(5, 3), build._loss(LOSS)
+    skipped = 0
+    while skipped < 30:
+        result = train_step(engine, images, tokens, world, shape=shape, loss=loss, lr_factor=1.0)
+        after = engine.weights()
+        if result.applied:
             break
-        assert all(torch.equal(a, b) for a, b in zip(before, towers.parameters(), strict=True))
-    assert result.loss == pytest.approx(wanted.loss, rel=1e-2)
-    assert result.grad_norm == pytest.approx(wanted.grad_norm, rel=0.05)  # unscaled
-    moved = torch.stack([(a - b).norm() for a, b in zip(before, towers.parameters(), strict=True)]).norm()
-    assert moved.item() == pytest.approx(1e-3, rel=1e-3)  # rate times the clipped norm
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        skipped += 1
+    moved = torch.stack([(after[key] - before[key]).norm() for key in before]).norm().item()
+    return {"loss": result.loss, "grad_norm": result.grad_norm, "moved": moved, "skipped": skipped}
+
+
+def both_halves(world: World) -> dict[tuple[str, str], dict[str, Any]]:
+    halves = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+    names = ("plain", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hsdp-2")
+    return {(name, key): steps_until_applied(world, name, half) for name in names for key, half in halves.items()}
+
+
+def test_half_precision_follows_fp32_under_every_engine() -> None:
+    """The first factors overflow fp16: these steps leave the weights alone, and the factor halves."""
+    for found in run_ranks(2, both_halves, timeout_s=120):
+        for (name, precision), measured in found.items():
+            wanted = found[name, "fp32"]
+            assert measured["loss"] == pytest.approx(wanted["loss"], rel=1e-2), (name, precision)
+            assert measured["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.05), (name, precision)  # unscaled
+            assert measured["moved"] == pytest.approx(1e-3, rel=1e-3), (name, precision)  # rate times the clipped norm
+            assert (measured["skipped"] > 0) == (precision == "fp16"), (name, precision)
 
 
 class Traffic(TorchDispatchMode):

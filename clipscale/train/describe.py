@@ -1,0 +1,66 @@
+"""What a run is, in a few lines at its start and in its folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+import clipscale
+from clipscale.config.load import to_toml
+from clipscale.config.schema import DeepSpeedEngine, Engine, HsdpEngine, PlainEngine
+from clipscale.dist.world import World
+from clipscale.train.build import Parts
+from clipscale.train.sources import data_lines
+
+
+def describe(parts: Parts, out: Path, world: World, console: Console, step: int) -> None:
+    """Writes down what is being run, and says it."""
+    (out / "resolved.toml").write_text(to_toml(parts.config))
+    packages = ("torch", "open-clip-torch", "timm", "deepspeed", "webdataset")
+    run = {
+        "command": sys.argv,
+        "ranks": world.size,
+        "device": str(world.device),
+        "versions": {"clipscale": clipscale.__version__, **{name: version(name) for name in packages}},
+    }
+    (out / "run.json").write_text(json.dumps(run, indent=2) + "\n")
+    plan, config = parts.plan, parts.config
+    weights = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parts.engine.model.parameters())
+    longer = plan.warmup_samples > plan.total_samples
+    for line in (
+        *data_lines(parts.found, parts.mixture, plan, config.data),
+        f"{weights / 1e6:.1f} M parameters; {world.size} rank(s) on {world.device.type}, {_engine_name(config.engine)}",
+        f"{plan.total_steps:,} steps of {plan.global_batch:,} pairs ({plan.epochs:.2f} epochs); per rank "
+        f"{plan.rank_batch:,} pairs in image chunks of {plan.image_chunk:,} and text chunks of {plan.text_chunk:,}",
+        f"{config.optim.kind}, peak rate {plan.lr:.4g}: " + "; ".join(_groups(parts)),
+        *(["optim.warmup is longer than the training: the full rate is never reached"] if longer else []),
+        *([f"going on after step {step:,}" if step < plan.total_steps else "finished already"] if step else []),
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _engine_name(engine: Engine) -> str:
+    match engine:
+        case PlainEngine():
+            return "plain"
+        case HsdpEngine(shard_group=ranks):
+            return f"hsdp in groups of {ranks}"
+        case DeepSpeedEngine():
+            extras = [f", hpZ in groups of {engine.hpz_group}"] if engine.hpz_group else []
+            extras += [", optimizer on the host"] if engine.offload_optimizer else []
+            extras += [", weights on the host"] if engine.offload_parameters else []
+            return f"deepspeed ZeRO-{engine.zero_stage}" + "".join(extras)
+
+
+def _groups(parts: Parts) -> list[str]:
+    """What is treated alike, with its number of parameters."""
+    sizes = {name: shape.numel() for name, shape in zip(parts.layout.names, parts.layout.shapes, strict=True)}
+    totals: Counter[str] = Counter()
+    for name, treatment in parts.treatments.items():
+        totals[treatment.name] += sizes[name]
+    return [f"{name} ({number:,})" for name, number in totals.items()]
