@@ -36,6 +36,8 @@ class Batch:
     epoch: float  # rows filled after this step / samples
     cursors: dict[int, int]  # of this rank's streams, after this batch
     dropped: Counter[Drop]  # samples left out since the batch before
+    read_s: float = 0.0  # spent by this rank's workers on fetching and reading shards, and
+    decode_s: float = 0.0  # on images and captions, side by side
     concepts: Int64[Tensor, "n"] | None = None  # a number per sample, where the loader was given a `concept` field
 
 
@@ -119,6 +121,8 @@ class TrainLoader:
             epoch=(self.step + 1) * global_batch / self._mixture.num_samples,
             cursors={stream: cursor for part in parts for stream, cursor in part.cursors.items()},
             dropped=sum((part.dropped for part in parts), Counter()),
+            read_s=sum(part.read_s for part in parts),
+            decode_s=sum(part.decode_s for part in parts),
             concepts=concepts if self._concept else None,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ class Part:
     keys: list[str]
     cursors: dict[int, int]  # of these streams, after the step
     dropped: Counter[Drop] = field(default_factory=Counter)  # in this step
+    read_s: float = 0.0  # spent on fetching and reading shards, and
+    decode_s: float = 0.0  # on images and captions
 
 
 @dataclass
@@ -63,10 +66,18 @@ class StreamWork:
         streams = {number: self._stream(number, tallies) for number in sorted(self.cursors)[share]}
         step = self.start_step
         while True:
+            start = time.perf_counter()
             part = self._part(step, streams)
-            yield replace(part, dropped=sum((tally.fresh for tally in tallies), Counter()))
+            read_s = sum(tally.read_s for tally in tallies)
+            yield replace(
+                part,
+                dropped=sum((tally.fresh for tally in tallies), Counter()),
+                read_s=read_s,
+                decode_s=time.perf_counter() - start - read_s,
+            )
             for tally in tallies:
                 tally.fresh.clear()
+                tally.read_s = 0.0
             step += 1
 
     def _stream(self, number: int, tallies: list[_Tally]) -> _Stream:
@@ -105,7 +116,9 @@ class StreamWork:
         tally = stream.tally
         num_barren = 0
         while True:
+            start = time.perf_counter()
             met = stream.next()
+            tally.read_s += time.perf_counter() - start
             self.at = met.key
             tally.num_seen += 1
             try:
@@ -217,6 +230,7 @@ class _Tally:
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     fresh: Counter[Drop] = field(default_factory=Counter)  # in the step under way
     examples: dict[str, str] = field(default_factory=dict)  # reason -> the first key
+    read_s: float = 0.0  # in the step under way
 
     def drop(self, reason: str, key: str) -> None:
         self.dropped[reason] += 1

@@ -134,7 +134,8 @@ def _steps(
                 if meter is not None:
                     record["traffic"] = [asdict(flow) for flow in meter.flows()]
                 metrics.write(record)
-                display.show({**record, "eta_s": waits.note(step_s, data_wait_s) * (plan.total_steps - step)})
+                pace_s = waits.note(step_s, data_wait_s, batch.read_s, batch.decode_s)
+                display.show({**record, "eta_s": pace_s * (plan.total_steps - step)})
                 if warning := waits.warning(config.data.workers):
                     display.say(warning)
                 if not result.applied:

@@ -79,10 +79,8 @@ def _look(spec: DataSource, data: Data, store: Store, report: Report | None) -> 
             raise ConfigError("data.shards: a table and a pipe: cannot be mixed in one source; use [[data.sources]]")
         return _uncounted(tars, store), False, "shards drawn with replacement, as a pipe: cannot be counted beforehand"
     elif all(is_remote(path) for path in tars) and len(stated := stated_counts(tars, store)) == len(tars):
-        index, how = (
-            _trusted(tars, {path: count for path, (count, _) in stated.items()}, store),
-            "counted by its makers",
-        )
+        counts = {path: count for path, (count, _) in stated.items()}
+        index, how = _trusted(tars, counts, store), f"counted by {next(iter(stated.values()))[1]}"
     else:
         index, how = ShardIndex.scan(tars, store=store, report=report), "counted by their headers"
     return ShardIndex((*index.shards, *listed), store), True, how

@@ -20,14 +20,17 @@ class Waits:
 
     def __init__(self) -> None:
         self._step_s = self._wait_s = 0.0
+        self._read_s = self._decode_s = 0.0
         self._count = 0
         self._warned = False
 
-    def note(self, step_s: float, wait_s: float) -> float:
-        """-> seconds per step, smoothed over about ten."""
+    def note(self, step_s: float, wait_s: float, read_s: float = 0.0, decode_s: float = 0.0) -> float:
+        """-> seconds per step, smoothed over about ten. `read_s` and `decode_s`: of the loader's workers."""
         weight = 0.1 if self._count else 1.0
         self._step_s += weight * (step_s - self._step_s)
         self._wait_s += weight * (wait_s - self._wait_s)
+        self._read_s += read_s
+        self._decode_s += decode_s
         self._count += 1
         return self._step_s
 
@@ -37,9 +40,14 @@ class Waits:
             return None
         self._warned = True
         share = self._wait_s / self._step_s
+        reading = self._read_s / max(self._read_s + self._decode_s, 1e-9)
+        if reading > 0.5:
+            cause, way_out = f"reading shards ({reading:.0%} of the workers' time)", "bring the shards nearer"
+        else:
+            cause, way_out = f"decoding ({1 - reading:.0%} of the workers' time)", "store smaller images"
         return (
-            f"the loader is the bottleneck: {share:.0%} of a step is waiting for data. "
-            f"Raise data.workers (now {workers} per rank), or store smaller images"
+            f"the loader is the bottleneck: {share:.0%} of a step is waiting for data, most of all for {cause}. "
+            f"Raise data.workers (now {workers} per rank), or {way_out}"
         )
 
 

@@ -23,6 +23,7 @@ from clipscale.config.data import (
     AffineAugment,
     Augment,
     Caption,
+    ChoiceCaption,
     CropAugment,
     LabelAndTagsCaption,
     NoAugment,
@@ -306,6 +307,26 @@ def test_captions_from_other_fields() -> None:
     for broken in (b"{", b"[1]", b"", b"3"):
         decoder = Decoder(4, NoAugment("none"), TextCaption("text", "json:Caption"))
         assert reason({"png": picture(), "json": broken}, decoder) == "bad_json"
+
+
+def test_one_of_several_captions_is_drawn_in_proportion() -> None:
+    rule = ChoiceCaption("choice", {"txt": 1.0, "json:long": 3.0, "json:list": 4.0})
+    meta = json.dumps({"long": "long", "list": ["one", " ", "two", 5, "three"]}).encode()
+    whole = {"txt": b"short", "json": meta}
+
+    def drawn(members: dict[str, bytes]) -> Counter[str]:
+        return Counter(read_caption(members, rule, sample_rng(0, 0, number)) for number in range(4000))
+
+    found = drawn(whole)
+    expected = {"short": 500, "long": 1500, "one": 667, "two": 667, "three": 667}
+    assert found.keys() == expected.keys()
+    assert all(abs(found[caption] - count) < 100 for caption, count in expected.items())
+    without = drawn({"txt": b" ", "json": json.dumps({"long": "long"}).encode()})  # what is missing is passed over
+    assert without == {"long": 4000}
+    with pytest.raises(Unusable, match="no_caption"):
+        read_caption({}, rule, sample_rng(0, 0, 0))
+    with pytest.raises(Unusable, match=r"empty_caption|no_caption"):
+        read_caption({"txt": b""}, rule, sample_rng(0, 0, 0))
 
 
 def test_half_a_character_escaped_in_json_is_not_utf8() -> None:

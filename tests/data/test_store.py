@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -164,3 +165,14 @@ def test_processes_that_want_the_same_shard_fetch_it_once(server: Web, store: St
     assert server.asked["s-000.tar"] == 1
     with pytest.raises(ConfigError, match=r"ftpx://h/a\.tar: .*wanted a path, pipe:, s3://"):
         fetch("ftpx://h/a.tar", store.folder)
+
+
+def test_a_slow_source_shows_in_the_time_that_reading_took(tmp_path: Path, store: Store) -> None:
+    path = write_shards(tmp_path, [40])[0]
+    slow = ShardIndex.scan([path])
+    address = f"pipe:sleep 0.4; cat {path}"
+    index = ShardIndex((replace(slow.shards[0], path=address, version=""),), store)
+    with TrainLoader(Mixture.of(index, Order(index.counts, 0, 1), PLAIN, 20), tokenize, workers=1) as loader:
+        first, second = next(loader), next(loader)
+    assert first.read_s > 0.4 > first.decode_s > 0
+    assert second.read_s < 0.2
