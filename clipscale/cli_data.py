@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -115,7 +115,7 @@ def data_index(
     from clipscale.data.locations import expand_shards
 
     store = _store(cache_dir, timeout_s)
-    paths = expand_shards(shards, store)
+    paths = _tars(expand_shards(shards, store))
     target = out or default_path(paths)
     if target is None:
         raise ConfigError("--out is needed: these shards do not lie in one folder of this machine")
@@ -151,7 +151,7 @@ def data_check(
     _quieten_decoders()
     store = _store(cache_dir, timeout_s)
     absent: list[str] = []
-    paths = expand_shards(shards, store, absent=absent)
+    paths = _tars(expand_shards(shards, store, absent=absent))
     usual = index or default_path(paths)
     counts = counts_of(usual, paths) if usual is not None else {}
     wanted = Wanted(
@@ -193,7 +193,7 @@ def data_stats(
     _quieten_decoders()
     store = _store(cache_dir, timeout_s)
     with progress() as report:
-        paths = expand_shards(shards, store)
+        paths = _tars(expand_shards(shards, store))
         found = inspect(paths, Wanted(TextCaption("text", caption)), store=store, threads=threads, report=report)
     numbers = found.as_dict()
     Console().print(_table(numbers))
@@ -202,6 +202,15 @@ def data_stats(
     if plot is not None:
         draw(found, str(plot))
         typer.echo(f"picture: {plot}")
+
+
+def _tars(paths: Sequence[str]) -> Sequence[str]:
+    from clipscale.data.locations import is_table
+
+    tables = [path for path in paths if is_table(path)]
+    if tables:
+        raise ConfigError(f"{tables[0]} is a table, wanted shards: pack it with `clipscale data make`, or train on it")
+    return paths
 
 
 def _table(numbers: dict[str, Any]) -> Any:

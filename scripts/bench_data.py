@@ -138,7 +138,7 @@ def webdataset_loader(shards: str) -> Loader:
 
     def start() -> Iterator[int]:
         while True:
-            data = WebDataset(shards, shardshuffle=False).shuffle(100).decode("pilrgb")
+            data: Any = WebDataset(shards, shardshuffle=False).shuffle(100).decode("pilrgb")
             pairs = data.to_tuple("jpg", "txt").map_tuple(preprocess, lambda text: tokenizer(text)[0])
             for images, _ in pairs.batched(BATCH, partial=False):
                 yield len(images)

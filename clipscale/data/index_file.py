@@ -104,6 +104,21 @@ def load_index(path: Path, paths: Sequence[str], store: Store, *, threads: int =
     return ShardIndex(tuple(found.values()), store)
 
 
+def counted(
+    paths: Sequence[str], store: Store, *, named: str = "", report: Report | None = None
+) -> tuple[ShardIndex, str]:
+    """The index of these shards, and where it comes from: the file `named`, the one in their folder, their headers.
+
+    Raises `ConfigError` and `DataError` as `load_index` and `ShardIndex.scan`.
+    """
+    usual = default_path(paths)
+    if named or (usual is not None and usual.is_file()):
+        path = Path(named).expanduser() if named else usual
+        assert path is not None
+        return load_index(path, paths, store), f"counted by {path}"
+    return ShardIndex.scan(paths, store=store, report=report), "counted by their headers"
+
+
 def counts_of(path: Path, paths: Sequence[str]) -> dict[str, int]:
     """How many samples the index at `path` says that these shards hold; nothing where there is no index."""
     known = _read(path)

@@ -14,7 +14,13 @@ from clipscale.errors import ConfigError, DataError
 
 _QUOTES = "; in a shell, put quotes around a pattern"
 _JOINT = re.compile(r"::(?![^\[\]]*\])")  # but not inside the address [::1]
+_TABLES = (".csv", ".tsv", ".parquet")
 _NO_LISTING = ("http", "https")
+
+
+def is_table(path: str) -> bool:
+    """Whether a path names a table of pairs and not a shard."""
+    return path.lower().endswith(_TABLES)
 
 
 def expand_shards(

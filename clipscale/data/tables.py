@@ -15,7 +15,6 @@ from clipscale.data.store import Store
 from clipscale.data.tar import Sample
 from clipscale.errors import DataError
 
-TABLES = (".csv", ".tsv", ".parquet")
 _IMAGE_COLUMNS = ("image", "filepath", "file_path", "path", "image_path", "file", "filename", "file_name")
 _CAPTION_COLUMNS = ("caption", "title", "text", "captions", "alt_text")
 _SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
@@ -28,10 +27,6 @@ class Row:
 
     image: Path
     caption: str
-
-
-def is_table(path: str) -> bool:
-    return path.lower().endswith(TABLES)
 
 
 def read_table(path: Path, rule: Table) -> list[Row]:

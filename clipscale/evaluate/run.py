@@ -13,9 +13,10 @@ from torch import Tensor
 from clipscale.config.data import NoAugment, TextCaption
 from clipscale.config.schema import Eval, Model, RetrievalEval, ZeroShotEval
 from clipscale.data.decode import Decoder
-from clipscale.data.index import ShardIndex
+from clipscale.data.index_file import counted
 from clipscale.data.loader import EvalBatch, eval_samples
 from clipscale.data.locations import expand_shards
+from clipscale.data.store import LOCAL, Store
 from clipscale.dist.world import World
 from clipscale.errors import ConfigError, DataError
 from clipscale.evaluate.prompts import collect_classes, embed_classes, load_class_names, load_templates
@@ -80,13 +81,16 @@ def evaluate(
     workers: int = 0,
     class_names: Path | None = None,
     sheet: Path | None = None,
+    store: Store = LOCAL,
 ) -> Result:
-    """Communicates. Scores one `[[eval]]` table; every rank gets the same result.
+    """Communicates. Scores one `[[eval]]` table; every rank gets the same result. Remote shards are kept in `store`.
 
     `sheet` names a PNG of some images with their five best names (zero-shot only).
     """
     field = spec.label if isinstance(spec, ZeroShotEval) else spec.caption
-    found = _embed_shards(spec.shards, field, embedder, size, world, workers=workers, look=24 if sheet else 0)
+    found = _embed_shards(
+        spec.shards, field, embedder, size, world, workers=workers, store=store, look=24 if sheet else 0
+    )
     if isinstance(spec, RetrievalEval):
         captions, groups = collect_classes(found.texts)
         text_features = _embed_texts(embedder, captions)
@@ -114,10 +118,11 @@ def _embed_shards(
     world: World,
     *,
     workers: int,
+    store: Store,
     look: int,
 ) -> Embedded:
     """Communicates. Ranks take every W-th sample; all hold all results afterwards, in one order."""
-    index = world.together("evaluation data", lambda: ShardIndex.scan(expand_shards(shards)))
+    index = world.together("evaluation data", lambda: counted(expand_shards(shards, store), store)[0])
     decoder = Decoder(size, NoAugment("none"), TextCaption("text", field))
     features, texts, keys, pictures, dropped = [], [], [], [], dict[str, int]()
     batches = eval_samples(index, decoder, batch=_BATCH, rank=world.rank, world_size=world.size, workers=workers)

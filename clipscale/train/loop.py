@@ -26,6 +26,7 @@ from clipscale.train.build import Parts, build
 from clipscale.train.describe import describe
 from clipscale.train.ledger import KeysFile, as_record, gather_drops, lines
 from clipscale.train.metrics import Display, MetricsFile
+from clipscale.train.sources import store_of
 from clipscale.train.watch import Skips, Waits, metered, say_traffic
 
 
@@ -186,7 +187,8 @@ def _evaluate(parts: Parts, world: World, display: Display, metrics: MetricsFile
     embedder = ForwardEmbedder(parts.engine.forward, parts.tokenize, world.device)
     parts.engine.model.eval()
     for spec in parts.config.eval:
-        result = evaluate(spec, embedder, parts.mixture.size, world, workers=parts.config.data.workers)
+        data = parts.config.data
+        result = evaluate(spec, embedder, parts.mixture.size, world, workers=data.workers, store=store_of(data))
         if metrics is not None:
             metrics.write({"step": step, "eval": spec.name, **result.as_dict()})
             display.say(f"step {step}  {spec.name}: " + _short(result.as_dict()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from clipscale.config.data import Data, DataSource
 from clipscale.config.plan import Plan
@@ -13,11 +12,11 @@ from clipscale.data import assign
 from clipscale.data.counts import stated_counts
 from clipscale.data.decode import Decoder
 from clipscale.data.index import Report, Shard, ShardIndex
-from clipscale.data.index_file import default_path, load_index
-from clipscale.data.locations import expand_shards
+from clipscale.data.index_file import counted
+from clipscale.data.locations import expand_shards, is_table
 from clipscale.data.mixture import Mixture, Source, share_out
 from clipscale.data.store import PIPE, Store, is_remote
-from clipscale.data.tables import is_table, table_shards
+from clipscale.data.tables import table_shards
 from clipscale.errors import ConfigError, DataError
 
 
@@ -32,10 +31,14 @@ class Found:
     how: str  # where the counts come from, for the log
 
 
+def store_of(data: Data) -> Store:
+    """Where remote shards are kept."""
+    return Store(data.cache_dir, data.cache_bytes, data.timeout_s)
+
+
 def find_sources(config: Config, report: Report | None = None) -> list[Found]:
     """Looks at every shard of every source. Raises `ConfigError` or `DataError` with the faults of all of them."""
-    data = config.data
-    store = Store(data.cache_dir, data.cache_bytes, data.timeout_s)
+    data, store = config.data, store_of(config.data)
     specs = data.sources or (DataSource("", data.shards, index=data.index),)
     rows = share_out([spec.weight for spec in specs], config.train.global_batch, data.streams)
     found, faults = [], list[ConfigError | DataError]()
@@ -64,12 +67,8 @@ def _look(spec: DataSource, data: Data, store: Store, report: Report | None) -> 
         return _uncounted(tars, store), False, "shards drawn with replacement"
     if not tars:
         return ShardIndex(tuple(listed), store), True, "rows of the table"
-    usual = default_path(tars)
-    if spec.index or (usual is not None and usual.is_file()):
-        path = Path(spec.index).expanduser() if spec.index else usual
-        assert path is not None
-        index, how = load_index(path, tars, store), f"counted by {path}"
-    elif any(path.startswith(PIPE) for path in tars):
+    pipes = any(path.startswith(PIPE) for path in tars)
+    if pipes and not spec.index:
         if data.sampling == "exact":
             raise ConfigError(
                 "data.sampling = 'exact': what a command (pipe:) will give cannot be counted beforehand; "
@@ -78,11 +77,12 @@ def _look(spec: DataSource, data: Data, store: Store, report: Report | None) -> 
         if tables:
             raise ConfigError("data.shards: a table and a pipe: cannot be mixed in one source; use [[data.sources]]")
         return _uncounted(tars, store), False, "shards drawn with replacement, as a pipe: cannot be counted beforehand"
-    elif all(is_remote(path) for path in tars) and len(stated := stated_counts(tars, store)) == len(tars):
+    remote = all(is_remote(path) for path in tars) and not spec.index
+    if remote and len(stated := stated_counts(tars, store)) == len(tars):
         counts = {path: count for path, (count, _) in stated.items()}
         index, how = _trusted(tars, counts, store), f"counted by {next(iter(stated.values()))[1]}"
     else:
-        index, how = ShardIndex.scan(tars, store=store, report=report), "counted by their headers"
+        index, how = counted(tars, store, named=spec.index, report=report)
     return ShardIndex((*index.shards, *listed), store), True, how
 
 
@@ -109,12 +109,14 @@ def data_faults(config: Config, found: Sequence[Found], world_size: int) -> list
                 f"{of}its weight {source.spec.weight:g} is less than a share of {batch:,} can be (shares are multiples "
                 f"of gcd(train.global_batch, data.streams)): raise it, or choose data.streams with a smaller divisor"
             )
+        if of and sum(counts) < source.rows:
+            faults.append(f"{of}its {sum(counts):,} samples do not fill its {source.rows:,} rows of one global batch")
+        rows = min(source.rows or batch, sum(counts)) // world_size * world_size if of else batch
         faults += [
-            of + fault
-            for fault in assign.check(
-                counts, streams=data.streams, global_batch=source.rows or batch, world_size=world_size
-            )
+            of + fault for fault in assign.check(counts, streams=data.streams, global_batch=rows, world_size=world_size)
         ]
+    if data.sources and batch % world_size:
+        faults.append(f"train.global_batch = {batch:,} cannot be shared by {world_size:,} ranks")
     if not all(source.counted for source in found) and not data.epoch_samples:
         faults.append(
             "data.epoch_samples is missing: shards drawn with replacement have no end, "

@@ -16,6 +16,8 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -30,7 +32,7 @@ from clipscale.data.mixture import Mixture
 from clipscale.data.streams import Drop, StreamWork
 from clipscale.errors import ConfigError, DataError
 
-from .shard_files import PLAIN, members, picture, tokenize, tokenize_or_fail, write_shards, write_tar
+from .shard_files import PLAIN, members, picture, pixels, tokenize, tokenize_or_fail, write_shards, write_tar
 
 # Without shrinking: a failing example is slow to make small, and small enough as it is.
 samples_are_dear = settings(derandomize=True, deadline=None, max_examples=15, phases=[Phase.generate])
@@ -211,6 +213,26 @@ def test_loading_leaves_the_models_random_numbers_alone(sound: ShardIndex) -> No
     with TrainLoader(Mixture.of(sound, Order(sound.counts, 0, 2), CHANGING, 2), words, workers=1) as loader:
         next(loader)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_twenty_epochs_leave_memory_and_open_files_as_they_were(tmp_path: Path) -> None:
+    """With shards of 2 MB: what is read and not let go would show at once."""
+    noise = np.random.default_rng(0)
+
+    def heavy(number: int) -> list[tuple[str, bytes]]:
+        image = pixels(noise.integers(0, 256, (80, 80, 3), np.uint8))
+        return [(f"{number}.png", image), (f"{number}.txt", b"number %d" % number)]
+
+    index = ShardIndex.scan(write_shards(tmp_path, [100] * 3, heavy))
+    process, memory, files = psutil.Process(), [], []
+    with TrainLoader(Mixture.of(index, Order(index.counts, 0, 4, 20), PLAIN, 100), tokenize) as loader:
+        for _ in range(20):
+            for _ in range(3):
+                next(loader)
+            memory.append(process.memory_info().rss)
+            files.append(process.num_fds())
+    assert files[-1] == files[0]
+    assert memory[-1] - memory[3] < 3e6  # 16 epochs read 100 MB
 
 
 def test_workers_end_quickly_with_the_loader_even_after_an_error(sound: ShardIndex) -> None:
