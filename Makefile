@@ -41,6 +41,7 @@ bench: setup
 	mkdir -p bench
 	$(BIN)/python scripts/bench_step.py --plot bench/step.png
 	$(BIN)/python scripts/bench_loss.py --plot bench/loss.png
+	$(BIN)/python scripts/bench_optim.py
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache

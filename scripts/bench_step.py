@@ -35,12 +35,13 @@ import torch.nn.functional as F
 from bench_loss import peak_of, seconds_of
 from torch import Tensor
 
+from clipscale.config.optim import AdamW
 from clipscale.config.schema import Model, SoftmaxLoss
 from clipscale.dist.engine import PlainEngine
 from clipscale.dist.world import World
 from clipscale.loss.contrastive import contrastive_loss
 from clipscale.model.towers import Towers, build_towers
-from clipscale.optim.groups import clamp_after_step, parameter_groups
+from clipscale.optim.groups import clamp_after_step, parameter_groups, treatments
 from clipscale.step import StepShape, train_step
 
 ARCHITECTURE: dict[str, Any] = {
@@ -93,7 +94,8 @@ def make_towers() -> Towers:
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameter_groups(model, lr=LR, weight_decay=0.2), betas=(0.9, 0.98), eps=1e-6)
+    treated = treatments(model, AdamW(kind="adamw", lr=LR, weight_decay=0.2), {})
+    return torch.optim.AdamW(parameter_groups(model, treated, LR), betas=(0.9, 0.98), eps=1e-6)
 
 
 def clipscale_step(pairs: Pairs, chunks: int, device: str, *, keep: bool = False) -> Callable[[], float]:

@@ -81,6 +81,7 @@ class Recipe:
     text_lr_scale: Positive = 1.0
     image_layer_decay: PositiveShare = 1.0  # each layer's rate is that of the layer above, times this
     text_layer_decay: PositiveShare = 1.0
+    vector_lr_scale: Positive = 1.0  # for vectors, scalars and the log scale, which lamb and lars give no trust ratio
     rules: tuple[Rule, ...] = ()
 
 

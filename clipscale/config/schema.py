@@ -125,6 +125,7 @@ class Model:
     quick_gelu: bool | None = None
     token_ids: str = ""  # JSON list of the token ids that occur; only these rows of the token table are trained
     pretrained: str = ""  # open_clip weights to start from: a file, or a folder as in RUN/model
+    pretrained_towers: tuple[Literal["image", "text"], ...] = ("image", "text")  # which of both start from them
     lock: tuple[Literal["image", "text"], ...] = ()  # towers that stay as they are (LiT: the image tower)
     unlock_image_layers: CountOrZero = 0  # of a locked tower: so many of its last layers are trained all the same
     unlock_text_layers: CountOrZero = 0

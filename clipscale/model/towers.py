@@ -282,9 +282,20 @@ def _load_pretrained(towers: Towers, model: Model) -> None:
     else:
         ours.pop("logits.bias", None)
     try:
+        _resize_positions(ours, towers)
+        if set(model.pretrained_towers) != {"image", "text"}:  # then the temperature starts anew, too
+            taken = tuple({"image": "visual.", "text": "text."}[tower] for tower in model.pretrained_towers)
+            ours = towers.state_dict() | {name: tensor for name, tensor in ours.items() if name.startswith(taken)}
         towers.load_state_dict(ours)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.pretrained: {path} holds another model: {error}") from error
+
+
+def _resize_positions(weights: dict[str, Tensor], towers: Towers) -> None:
+    """For another image size or context length: positions are interpolated in place, as open_clip does it."""
+    open_clip.model.resize_pos_embed(weights, towers)
+    if "text.positional_embedding" in weights and hasattr(towers.text, "positional_embedding"):
+        open_clip.model.resize_text_pos_embed(weights, towers)
 
 
 # ---- tokens -----------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def _treatment(name: str, ndim: int, recipe: Recipe, rule: Rule, depth: Depth | 
     own_decay = recipe.weight_decay if kind == "matrices" else 0.0
     return Treatment(
         kind,
-        lr_scale=rule.lr_scale * _depth_scale(recipe, depth),
+        lr_scale=rule.lr_scale * _depth_scale(recipe, depth) * (1.0 if kind == "matrices" else recipe.vector_lr_scale),
         weight_decay=own_decay if rule.weight_decay is None else rule.weight_decay,
         adapt=adapt if rule.adapt is None else rule.adapt,
         clamp=LOG_SCALE_BOUNDS if kind == "log_scale" else None,

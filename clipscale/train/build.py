@@ -132,16 +132,17 @@ def _plan(config: Config, world: World, report: Report | None) -> tuple[list[sou
 def _optimizer(
     config: Config, plan: Plan, model: torch.nn.Module, treated: dict[str, Treatment]
 ) -> torch.optim.Optimizer:
-    optimizer = _bare_optimizer(config.optim, plan.lr, model, treated)
+    optimizer = bare_optimizer(config.optim, plan.lr, model, treated)
     optimizer.register_step_post_hook(clamp_after_step)
     if config.train.ema_decay:
         optimizer.register_step_post_hook(WeightAverage(config.train.ema_decay))
     return optimizer
 
 
-def _bare_optimizer(
+def bare_optimizer(
     optim: Optim, lr: float, model: torch.nn.Module, treated: dict[str, Treatment]
 ) -> torch.optim.Optimizer:
+    """`[optim]` as an object at this peak rate, without hooks."""
     groups = parameter_groups(model, treated, lr)
     match optim:
         case optims.AdamW():

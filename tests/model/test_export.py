@@ -12,6 +12,7 @@ import open_clip
 import pytest
 import safetensors.torch
 import torch
+from open_clip.model import CustomTextCLIP
 from PIL import Image, ImageDraw
 
 from clipscale.config.data import NoAugment, TextCaption
@@ -182,3 +183,34 @@ def test_evaluation_sees_images_as_open_clip_does(shape: tuple[int, int]) -> Non
     apart = np.abs(ours.numpy() - wanted)
     assert apart.max() <= 2
     assert apart.mean() < 0.2
+
+
+def test_positions_are_interpolated_as_open_clip_does(tmp_path: Path) -> None:
+    """From 32 px and short captions to 64 px and longer ones: CLIPA's second stage."""
+    towers, architecture = trained(small(), SOFTMAX)
+    folder = export(tmp_path, towers, small(), architecture)
+    larger = small(
+        pretrained=str(folder),
+        vision_cfg=architecture["vision_cfg"] | {"image_size": 64},
+        text_cfg=architecture["text_cfg"] | {"context_length": 40},
+    )
+    loaded, built = build_towers(larger, SOFTMAX)
+    reference = CustomTextCLIP(built["embed_dim"], built["vision_cfg"], built["text_cfg"])
+    open_clip.factory.load_checkpoint(reference, str(folder / "open_clip_model.safetensors"))
+    for name in ("visual.positional_embedding", "text.positional_embedding"):
+        assert loaded.state_dict()[name].shape != towers.state_dict()[name].shape
+        torch.testing.assert_close(loaded.state_dict()[name], reference.state_dict()[name], msg=name)
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_one_tower_alone_may_be_pretrained(tower: str, tmp_path: Path) -> None:
+    towers, architecture = trained(small(), SOFTMAX)
+    folder = export(tmp_path, towers, small(), architecture)
+    torch.manual_seed(9)
+    loaded, _ = build_towers(small(pretrained=str(folder), pretrained_towers=(tower,)), SOFTMAX)
+    torch.manual_seed(9)
+    fresh, _ = build_towers(small(), SOFTMAX)
+    taken = {"image": "visual.", "text": "text."}[tower]
+    for name, weight in loaded.state_dict().items():
+        source = towers if name.startswith(taken) else fresh
+        assert torch.equal(weight, source.state_dict()[name]), name

@@ -161,6 +161,13 @@ def test_each_tower_and_each_layer_has_its_rate() -> None:
     assert found[LOG_SCALE] == 1.0
 
 
+def test_vectors_may_have_a_rate_of_their_own() -> None:
+    found = rates(towers(), vector_lr_scale=0.01, image_lr_scale=0.5)
+    assert found["visual.conv1.weight"] == 0.5
+    assert found["visual.class_embedding"] == found["visual.ln_post.bias"] == pytest.approx(0.005)
+    assert found[LOG_SCALE] == found["text.ln_final.weight"] == pytest.approx(0.01)
+
+
 def test_the_first_rule_that_fits_counts() -> None:
     model = towers()
     rules = (
