@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ class Progress:
     cursors: dict[int, int]  # of all streams
     order: str  # signature of the data order the cursors belong to
     model: dict[str, Any]  # the [model] table
+    dropped: list[list[Any]] = field(default_factory=list)  # reason, source, shard, samples left out so far
 
 
 Resume = bool | Literal["auto"]  # auto: if there is something to resume

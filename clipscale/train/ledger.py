@@ -20,6 +20,15 @@ def gather_drops(dropped: Counter[Drop], world: World) -> Counter[Drop]:
     return sum(map(Counter, world.gather_objects(dict(dropped))), Counter())
 
 
+def to_saved(dropped: Counter[Drop]) -> list[list[Any]]:
+    """For a checkpoint; `from_saved` reads it back."""
+    return [[*drop, count] for drop, count in sorted(dropped.items())]
+
+
+def from_saved(rows: list[list[Any]]) -> Counter[Drop]:
+    return Counter({Drop(*names): count for *names, count in rows})
+
+
 def as_record(dropped: Counter[Drop]) -> dict[str, dict[str, int]]:
     """reason -> shard -> samples; shards of a mixture as `source:shard`."""
     record: dict[str, dict[str, int]] = {}

@@ -24,7 +24,7 @@ from clipscale.step import train_step
 from clipscale.train import checkpoint, memory
 from clipscale.train.build import Parts, build
 from clipscale.train.describe import describe
-from clipscale.train.ledger import KeysFile, as_record, gather_drops, lines
+from clipscale.train.ledger import KeysFile, as_record, from_saved, gather_drops, lines, to_saved
 from clipscale.train.metrics import Display, MetricsFile
 from clipscale.train.sources import store_of
 from clipscale.train.watch import Skips, Waits, metered, say_traffic
@@ -71,7 +71,7 @@ def _steps(
     step, applied, cursors = progress.step, progress.applied, progress.cursors
     skips = Skips(parts.config.train.max_skipped)
     config, plan, shape = parts.config, parts.plan, parts.shape
-    dropped: Counter[Drop] = Counter()
+    dropped = from_saved(progress.dropped) if world.is_main else Counter[Drop]()
     keys = KeysFile(out / "keys.jsonl", world, wanted=config.train.write_keys, from_step=step)
     waits = Waits()
     with (
@@ -146,7 +146,7 @@ def _steps(
             skips.note(step, result)
             last = step == plan.total_steps
             if last or (plan.save_every_steps and step % plan.save_every_steps == 0):
-                _save(parts, out, world, step, applied, cursors)
+                _save(parts, out, world, step, applied, cursors, dropped)
             if last or (plan.eval_every_steps and step % plan.eval_every_steps == 0):
                 _evaluate(parts, world, display, metrics, step)
     _tell_drops(gather_drops(dropped, world), step, display, metrics)
@@ -167,12 +167,22 @@ def _tell_drops(dropped: Counter[Drop], step: int, display: Display, metrics: Me
         display.say(line)
 
 
-def _save(parts: Parts, out: Path, world: World, step: int, applied: int, cursors: dict[int, int]) -> None:
+def _save(
+    parts: Parts,
+    out: Path,
+    world: World,
+    step: int,
+    applied: int,
+    cursors: dict[int, int],
+    dropped: Counter[Drop],
+) -> None:
     """Communicates: each rank knows how far its own streams are."""
     everybodys: dict[int, int] = {}
     for rank, theirs in enumerate(world.gather_objects(cursors)):
         everybodys.update({stream: theirs[stream] for stream in parts.mixture.owned(rank, world.size)})
-    progress = checkpoint.Progress(step, applied, everybodys, parts.mixture.signature, asdict(parts.config.model))
+    lost = to_saved(gather_drops(dropped, world))
+    model = asdict(parts.config.model)
+    progress = checkpoint.Progress(step, applied, everybodys, parts.mixture.signature, model, lost)
     checkpoint.save(out, parts.engine, progress, world, keep=parts.config.train.keep_checkpoints)
     folders = {"model": parts.engine.weights()}
     if parts.config.train.ema_decay:

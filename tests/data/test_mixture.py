@@ -182,6 +182,25 @@ def test_drawn_batches_do_not_depend_on_ranks_workers_or_interruptions(
     assert run(drawn([shard.path for shard in mixture.sources[0].index.shards], seed=2), 1, 0, range(8))[0] != whole
 
 
+def test_a_drawn_stream_is_a_row_of_whole_shards_shuffled_in_blocks(tmp_path: Path) -> None:
+    """Against the plainest program for it."""
+    counts = [4, 9, 1]
+    mixture = drawn(write_shards(tmp_path, counts), streams=2)
+    order = mixture.sources[0].order
+    assert isinstance(order, Resampled)
+    expected: dict[int, list[str]] = {0: [], 1: []}
+    for stream, keys in expected.items():
+        for draw in range(60):
+            shard = order.shard(stream, draw)
+            names = [f"s-{shard:03d}/{sum(counts[:shard]) + number:05d}" for number in range(counts[shard])]
+            for block, start in enumerate(range(0, len(names), 3)):
+                part = names[start : start + 3]
+                keys += [part[place] for place in order.block_order(stream, draw, block, len(part))]
+    batches, _ = run(mixture, 1, 0, range(8))
+    for stream, keys in expected.items():
+        assert [key for step in batches for row, key in step if row % 2 == stream] == keys[: 8 * 12]
+
+
 def test_streams_draw_other_shards() -> None:
     """Not all workers the same ones (webdataset 242), and each shard as often as the others."""
     order = Resampled(50, 0, 16, 100)

@@ -179,6 +179,11 @@ def test_what_is_dropped_is_told_by_reason_and_shard(alone: World, toy: Toy, tmp
     assert told["no_image"].keys() == {"a"}
     total = sum(told["decode_error"].values())
     assert f"dropped {total:,} samples: decode_error (shards: a {told['decode_error']['a']}" in said
+    halves = tmp_path / "halves"  # what was dropped before an interruption counts as well
+    for steps, resume in ((4, False), (8, True)):
+        half = toy.config(*SHORT, f"data.shards='{tmp_path}/*.tar'", f"train.duration.steps={steps}")
+        train(half, halves, alone, Console(quiet=True), resume=resume)
+    assert [record["dropped"] for record in records(halves) if "dropped" in record][-1] == told
 
 
 def test_the_preflight_says_streams_workers_passes_and_the_cache(alone: World, toy: Toy, tmp_path: Path) -> None:
