@@ -121,11 +121,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="fewer, to share the work")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
     ordered: list[Outcome] = []
-    for batch in reversed(BATCHES):
+    for batch in sorted(args.batches, reverse=True):
         for recipe in RECIPES:
             outcomes.append(run(recipe, batch, args.out, args.samples))
             (args.out / "results.json").write_text(json.dumps([asdict(each) for each in outcomes], indent=2) + "\n")
