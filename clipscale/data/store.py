@@ -217,6 +217,8 @@ class Store:
 
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout_s, sock_read=self.timeout_s)
             options["client_kwargs"] = {"timeout": timeout}
+        elif protocol in ("gs", "gcs"):
+            options["requests_timeout"] = self.timeout_s
         elif protocol in ("s3", "s3a"):
             options["config_kwargs"] = {
                 "connect_timeout": self.timeout_s,
