@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clipscale.data.store import PIPE, Store, is_remote
-from clipscale.errors import DataError
+from clipscale.errors import ClipscaleError
 
 SIZES = "sizes.json"
 STATS = "_stats.json"
@@ -47,13 +47,13 @@ def _names(folder: str, store: Store) -> set[str]:
         return set()
     try:
         return {address.rpartition("/")[2] for address in store.glob(f"{folder}/*{STATS}")}
-    except DataError:
+    except ClipscaleError:
         return set()
 
 
 def _json(path: str, store: Store) -> dict[str, Any]:
     try:
         found = json.loads(store.read_text(path) or "{}")
-    except (ValueError, DataError):  # a server that does not answer is told of where its shards are fetched
+    except (ValueError, ClipscaleError):  # what is wrong with a server is told where its shards are fetched
         return {}
     return found if isinstance(found, dict) else {}

@@ -94,7 +94,7 @@ class ShardIndex:
         raise DataError(
             "\n  ".join(
                 [
-                    f"{sum(bool(shard.faults) for shard in self.shards)} of {len(self.shards)} shards are damaged; "
+                    f"{sum(bool(shard.faults) for shard in self.shards)} of {len(self.shards)} shards cannot be used; "
                     "fetch or write them anew, or leave them out of data.shards:",
                     *self.faults[:_MAX_LISTED],
                     *([f"... and {more} more"] if more > 0 else []),

@@ -68,7 +68,7 @@ def test_a1_a_truncated_shard(tmp_path: Path, cut: int, whole: int) -> None:
     ((shard, key, what),) = found(path)
     assert (shard, key) == ("a.tar", "")
     assert "cut" in what
-    with pytest.raises(DataError, match=r"1 of 1 shards are damaged(.|\n)*a\.tar: .*cut"):
+    with pytest.raises(DataError, match=r"1 of 1 shards cannot be used(.|\n)*a\.tar: .*cut"):
         ShardIndex.scan([str(path)])
     index = ShardIndex.scan([str(path)], strict=False)
     assert index.counts == (whole,)

@@ -93,7 +93,7 @@ def test_lasting_faults_are_told_of_all_shards_at_once(
     server: Web, store: Store, mood: str, words: str, asked: int
 ) -> None:
     server.moods |= {"s-001.tar": [mood] * 9, "s-002.tar": [mood] * 9}
-    with pytest.raises(DataError, match=f"2 of 3 shards are damaged(.|\n)*s-001.tar: .*({words})(.|\n)*s-002.tar"):
+    with pytest.raises(DataError, match=f"2 of 3 shards cannot be used(.|\n)*s-001.tar: .*({words})(.|\n)*s-002.tar"):
         ShardIndex.scan(shards(server), store=store)
     assert server.asked["s-001.tar"] == asked
     assert list(Path(store.folder).glob("*.partial")) == []
