@@ -38,10 +38,20 @@ def describe(parts: Parts, out: Path, world: World, console: Console, step: int)
         f"{plan.total_steps:,} steps of {plan.global_batch:,} pairs ({plan.epochs:.2f} epochs); per rank "
         f"{plan.rank_batch:,} pairs in image chunks of {plan.image_chunk:,} and text chunks of {plan.text_chunk:,}",
         f"{config.optim.kind}, peak rate {plan.lr:.4g}: " + "; ".join(_groups(parts)),
+        *_untrimmed(parts),
         *(["optim.warmup is longer than the training: the full rate is never reached"] if longer else []),
         *([f"going on after step {step:,}" if step < plan.total_steps else "finished already"] if step else []),
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _untrimmed(parts: Parts) -> list[str]:
+    if parts.engine.model.trims_text:
+        return []
+    return [
+        "captions go through the text tower in full length: cutting off what follows their end is exact only for "
+        "towers that pool at the end of the text under a causal mask, which this one does not"
+    ]
 
 
 def _engine_name(engine: Engine) -> str:

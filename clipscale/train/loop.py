@@ -25,7 +25,7 @@ from clipscale.train import checkpoint, memory
 from clipscale.train.build import Parts, build
 from clipscale.train.describe import describe
 from clipscale.train.ledger import KeysFile, as_record, from_saved, gather_drops, lines, to_saved
-from clipscale.train.metrics import Display, MetricsFile
+from clipscale.train.metrics import Display, MetricsFile, is_evaluated
 from clipscale.train.sources import store_of
 from clipscale.train.watch import Skips, Waits, metered, say_traffic
 
@@ -46,14 +46,18 @@ def train(config: Config, out: Path, world: World, console: Console, *, resume: 
         )
     if world.is_main:
         describe(parts, out, world, console, progress.step)
-    if progress.step >= parts.plan.total_steps:
+    finished = progress.step >= parts.plan.total_steps
+    if finished and world.gather_objects(is_evaluated(out / "metrics.jsonl", progress.step, config.eval))[0]:
         return
     metrics = MetricsFile(out / "metrics.jsonl", from_step=progress.step) if world.is_main else None
     # What other ranks have to show is the same, so they show it to nobody.
     watched = console if world.is_main else Console(quiet=True)
     with Display(watched, total_steps=parts.plan.total_steps, step=progress.step) as display:
         try:
-            _steps(parts, out, world, display, metrics, progress)
+            if finished:  # it died after its last checkpoint, before its evaluation was done
+                _evaluate(parts, world, display, metrics, progress.step)
+            else:
+                _steps(parts, out, world, display, metrics, progress)
         finally:
             if metrics is not None:
                 metrics.close()

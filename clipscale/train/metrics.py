@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from clipscale.config.schema import Eval
 
 _PLAIN_EVERY_S = 10.0  # between two lines where the output is no terminal
 
@@ -44,6 +46,14 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError):
         return float("inf")
+
+
+def is_evaluated(path: Path, step: int, specs: Sequence[Eval]) -> bool:
+    """Whether the file holds every evaluation after this step."""
+    if not path.exists():
+        return not specs
+    records = [json.loads(line) for line in path.read_text().splitlines() if _step_of(line) == step]
+    return {spec.name for spec in specs} <= {record.get("eval") for record in records}
 
 
 class Display:

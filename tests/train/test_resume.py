@@ -205,6 +205,23 @@ def test_a_longer_run_goes_on_from_a_finished_one(alone: World, toy: Toy, finish
     assert json.loads((tmp_path / "run" / "run.json").read_text())["ranks"] == 1
 
 
+def test_a_run_that_died_before_its_last_evaluation_makes_up_for_it(alone: World, toy: Toy, tmp_path: Path) -> None:
+    spec = f"eval=[{{kind = 'retrieval', name = 'held_out', shards = '{toy.held_out}'}}]"
+    config = toy.config("train.duration.steps=2", spec)
+    through = run(alone, config, tmp_path / "run")
+    assert through is not None
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("".join(f"{line}\n" for line in lines if "eval" not in json.loads(line)))
+    again = run(alone, config, tmp_path / "run", resume="auto")
+    assert again is not None
+    assert again.evaluations == through.evaluations
+    assert [record["step"] for record in again.records] == [record["step"] for record in through.records]
+    rested = run(alone, config, tmp_path / "run", resume="auto")
+    assert rested is not None
+    assert rested.evaluations == through.evaluations
+
+
 # ---- hybrid sharding --------------------------------------------------------------------------------------------
 
 HSDP = (*TEN, "engine.kind=hsdp", "optim.kind=lamb", "optim.lr=0.005", "train.ema_decay=0.9")
