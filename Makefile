@@ -35,7 +35,7 @@ check: setup
 	$(BIN)/lint-imports
 
 pytest: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile # many tests start ranks of their own: more at a time only get in each other's way
 
 bench: setup
 	mkdir -p bench
