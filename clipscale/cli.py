@@ -85,14 +85,18 @@ def train(
 
 
 @config_app.command("check")
-def config_check(config: ConfigFile, settings: Settings = None) -> None:
-    """Say whether a file is a valid experiment; name every fault."""
+def config_check(
+    config: ConfigFile,
+    settings: Settings = None,
+    ranks: Annotated[int | None, typer.Option(help="Also check that so many ranks can run it.", min=1)] = None,
+) -> None:
+    """Say whether a file is a valid experiment; name every fault. Looks at no data and no weights."""
     from clipscale.config.load import load_config
 
     loaded = load_config(config, settings or [])
-    from clipscale.model.towers import resolve_architecture
+    from clipscale.train.check import check
 
-    resolve_architecture(loaded.model)
+    check(loaded, ranks)
     typer.echo(f"{config}: valid")
 
 
@@ -193,6 +197,7 @@ def _evaluate(
     }
     show(results, Console())
     if json_out is not None:
+        json_out.parent.mkdir(parents=True, exist_ok=True)
         json_out.write_text(json.dumps({name: result.as_dict() for name, result in results.items()}, indent=2) + "\n")
     if sheet is not None and drawn is not None:
         typer.echo(f"picture: {sheet}")

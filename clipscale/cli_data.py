@@ -169,7 +169,7 @@ def data_check(
         typer.echo(f"... and {len(faults) - _MAX_LISTED:,} more; --json FILE has them all")
     if faults:
         where = len({fault.shard for fault in faults})
-        raise DataError(f"{len(faults):,} faults in {where:,} of {len(paths) + len(absent):,} shards")
+        raise DataError(f"{len(faults):,} fault(s) in {where:,} of {len(paths) + len(absent):,} shards")
     typer.echo(f"sound: {found.num_samples:,} samples in {found.num_shards:,} shards")
 
 
@@ -200,6 +200,7 @@ def data_stats(
     if json_out is not None:
         _write_json(json_out, numbers)
     if plot is not None:
+        plot.parent.mkdir(parents=True, exist_ok=True)
         draw(found, str(plot))
         typer.echo(f"picture: {plot}")
 

@@ -227,6 +227,8 @@ def _source(path: str, sources: Mapping[str, str], file: str) -> str:
 
 def _did_you_mean(keys: Sequence[str]) -> str:
     known = _fields(keys[:-1])
+    if keys[-1] in known:
+        return f" here; {keys[-1]} belongs to another kind"
     close = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {'.'.join([*keys[:-1], close[0]])}?"

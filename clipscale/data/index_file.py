@@ -17,7 +17,7 @@ from typing import Any
 
 from clipscale.data.counts import stated_counts
 from clipscale.data.index import Report, Shard, ShardIndex, scan_shard
-from clipscale.data.store import Stat, Store, is_remote
+from clipscale.data.store import PIPE, Stat, Store, is_remote
 from clipscale.errors import ConfigError, DataError
 
 NAME = "clipscale-index.jsonl"
@@ -51,6 +51,9 @@ def build_index(
         raise ConfigError(f"--out: {out} cannot be written: {fault.strerror}") from fault
 
     def current(path: str) -> Shard | None:
+        if path.startswith(PIPE):  # nothing tells whether a command would give the same again
+            store.cached(path).unlink(missing_ok=True)
+            return None
         found = _find(known, path)
         return found if found and not found.faults and _unchanged(found, store, exact=True) else None
 
@@ -185,17 +188,17 @@ def _read(path: Path) -> dict[str, Shard]:
         try:
             entry = json.loads(line)
             name = entry["path"]
+            name = name if is_remote(name) else _name(str(path.parent / name))
+            found[name] = Shard(
+                name,
+                entry["samples"],
+                entry["bytes"],
+                frozenset(entry["fields"]),
+                tuple(entry["marks"]),
+                tuple(entry.get("faults", ())),
+                entry["version"],
+                entry["checksum"],
+            )
         except (ValueError, KeyError, TypeError):
-            continue
-        name = name if is_remote(name) else _name(str(path.parent / name))
-        found[name] = Shard(
-            name,
-            entry["samples"],
-            entry["bytes"],
-            frozenset(entry["fields"]),
-            tuple(entry["marks"]),
-            tuple(entry.get("faults", ())),
-            entry["version"],
-            entry["checksum"],
-        )
+            continue  # then this shard is walked again
     return found

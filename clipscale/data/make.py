@@ -70,6 +70,8 @@ def make_shards(
     """
     rows = [row for table in tables for row in read_table(table, rule)]
     identity = _identity(tables, rule, packing)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out: {out} is a file, wanted a folder")
     marker = read_marker(out)
     if marker is not None and marker.get("identity") == identity:
         return Made(marker["samples"], marker["shards"], marker["dropped"])

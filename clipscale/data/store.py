@@ -121,7 +121,10 @@ class Store:
         if not is_remote(path):
             return path
         target = self.cached(path, version)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as fault:
+            raise ConfigError(f"data.cache_dir: {self._folder} cannot be made: {fault.strerror}") from fault
         with contextlib.suppress(FileNotFoundError):
             os.utime(target)  # used now: the last to make room
             return str(target)

@@ -22,7 +22,7 @@ from clipscale.errors import DataError
 
 Tokenize = Callable[[list[str]], Int64[Tensor, "n length"]]
 
-_MIN_JUDGED = 1000  # samples, before a share of bad ones says anything
+_MIN_JUDGED = 250  # samples, before a share of bad ones says anything
 _MIN_JUDGED_SHARDS = 10
 
 

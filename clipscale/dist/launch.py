@@ -101,7 +101,10 @@ def _stay_with(processes: list[subprocess.Popen[bytes]]) -> int:
         codes.append((rank, process.wait()))
         changed.set()
 
+    asked: list[int] = []  # signals that came to us
+
     def pass_on(number: int, _: object) -> None:
+        asked.append(number)
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -120,6 +123,7 @@ def _stay_with(processes: list[subprocess.Popen[bytes]]) -> int:
         for process, watcher in zip(processes, watchers, strict=True):
             if process.poll() is not None:
                 watcher.join()  # so that its exit code counts, if it came only just now
+        _tell_signals(codes, expected=bool(asked))
         return _cause([code for _, code in codes])
     finally:
         _end(processes)
@@ -127,6 +131,19 @@ def _stay_with(processes: list[subprocess.Popen[bytes]]) -> int:
             watcher.join()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _tell_signals(codes: list[tuple[int, int]], *, expected: bool) -> None:
+    """A rank that was ended from outside had no last words of its own."""
+    if expected:
+        sys.stderr.write("clipscale: interrupted; --resume goes on from the last checkpoint\n")
+        return
+    for rank, code in codes:
+        if code < 0:
+            name = signal.Signals(-code).name
+            reason = "; the system does that when memory runs out" if -code == signal.SIGKILL else ""
+            sys.stderr.write(f"clipscale: rank {rank} was ended by {name}{reason}\n")
+            return
 
 
 def _cause(codes: list[int]) -> int:

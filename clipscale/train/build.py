@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import timm.optim
@@ -32,6 +33,7 @@ from clipscale.optim.schedule import Curve
 from clipscale.optim.segments import Layout
 from clipscale.step import Loss, StepShape
 from clipscale.train import sources
+from clipscale.train.checkpoint import Progress
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,16 @@ class Parts:
     curve: Curve
     loss: Loss
     shape: StepShape
+
+    def progress(self, step: int, applied: int, cursors: dict[int, int]) -> Progress:
+        """What a checkpoint at this point has to say, and what one must say to be gone on from."""
+        groups = Counter(self.treatments.values())
+        sizes = (
+            sorted(groups.values()) if not isinstance(self.optimizer, LayerwiseOptimizer) else [sum(groups.values())]
+        )
+        optim = [self.config.optim.kind, sizes]
+        model = asdict(self.config.model)
+        return Progress(step, applied, cursors, self.mixture.signature, model, optim, self.plan.global_batch)
 
 
 def build(config: Config, world: World, report: Report | None = None) -> Parts:
@@ -125,7 +137,7 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def _plan(config: Config, world: World, report: Report | None) -> tuple[list[sources.Found], Plan]:
     found = sources.find_sources(config, report)
-    faults = sources.data_faults(config, found, world.size)
+    faults = sources.data_faults(config, found, world.size) + sources.eval_faults(config)
     return found, make_plan(config, world.size, sources.epoch_samples(config, found), faults)
 
 

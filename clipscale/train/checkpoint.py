@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 import safetensors.torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from clipscale.config.schema import Model
 from clipscale.dist.engine import Engine
@@ -39,6 +41,8 @@ class Progress:
     cursors: dict[int, int]  # of all streams
     order: str  # signature of the data order the cursors belong to
     model: dict[str, Any]  # the [model] table
+    optim: list[Any]  # kind of the optimizer, and how many parameters each of its groups has
+    global_batch: int
     dropped: list[list[Any]] = field(default_factory=list)  # reason, source, shard, samples left out so far
 
 
@@ -100,21 +104,61 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def load(folder: Path, engine: Engine, *, order: str, model: Model) -> Progress:
-    """Communicates. Fills the engine. Raises `ConfigError` where this run is another one than the checkpoint's."""
-    saved = json.loads((folder / "progress.json").read_text())
-    cursors = {int(stream): cursor for stream, cursor in saved.pop("cursors").items()}
-    progress = Progress(cursors=cursors, **saved)
-    # Through JSON, as the saved one went: tuples are lists there.
-    if progress.model != json.loads(json.dumps(asdict(model))):
-        raise ConfigError(f"--resume: {folder} holds another model; found {progress.model}, wanted {asdict(model)}")
-    if progress.order != order:
+def load(folder: Path, engine: Engine, optimizer: Optimizer, wanted: Progress) -> Progress:
+    """Communicates. Fills the engine. Raises `ConfigError` where this run is another one than the checkpoint's.
+
+    Rates, decay and betas are this run's, not those that were saved: they may change on the way.
+    """
+    progress = _read_progress(folder)
+    _require_same_run(folder, progress, wanted)
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    try:
+        engine.load(folder)
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"--resume: {_damaged(folder)} ({type(error).__name__}: {error})") from error
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+    return progress
+
+
+def _read_progress(folder: Path) -> Progress:
+    try:
+        saved = json.loads((folder / "progress.json").read_text())
+        cursors = {int(stream): cursor for stream, cursor in saved.pop("cursors").items()}
+        return Progress(cursors=cursors, **saved)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--resume: {_damaged(folder)} (progress.json: {error})") from error
+
+
+def _damaged(folder: Path) -> str:
+    return f"{folder} cannot be read; remove it to go on from the checkpoint before it, if there is one"
+
+
+def _require_same_run(folder: Path, saved: Progress, wanted: Progress) -> None:
+    # Through JSON, as the saved ones went: tuples are lists there.
+    model, optim = json.loads(json.dumps([wanted.model, wanted.optim]))
+    if saved.model != model:
+        raise ConfigError(f"--resume: {folder} holds another model; found {saved.model}, wanted {model}")
+    if saved.order != wanted.order:
         raise ConfigError(
             f"--resume: {folder} was trained in another order of samples. run.seed, data.streams, data.shuffle_block "
             "and the shards must stay as they were"
         )
-    engine.load(folder)
-    return progress
+    if saved.optim[0] != optim[0]:
+        raise ConfigError(
+            f"--resume: {folder} holds the state of optim.kind = {saved.optim[0]!r}, wanted {optim[0]!r}. Keep the "
+            "kind, or start a new run from the weights: --set model.pretrained=RUN/model"
+        )
+    if saved.optim != optim:
+        raise ConfigError(
+            f"--resume: {folder} has groups of {saved.optim[1]} parameters, this run of {optim[1]}: optim.rules, layer "
+            "decay and whether decay is 0 must stay as they were"
+        )
+    if saved.global_batch != wanted.global_batch:
+        raise ConfigError(
+            f"--resume: {folder} was trained with train.global_batch = {saved.global_batch:,}, wanted "
+            f"{wanted.global_batch:,}; its schedule and order count in these batches"
+        )
 
 
 def export(folder: Path, weights: dict[str, Tensor], model: Model, architecture: dict[str, Any]) -> None:

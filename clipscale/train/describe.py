@@ -17,6 +17,8 @@ from clipscale.dist.world import World
 from clipscale.train.build import Parts
 from clipscale.train.sources import data_lines
 
+_TOO_LONG = "warm-up and descent do not both fit into the training; shorten optim.warmup or the schedule's descent"
+
 
 def describe(parts: Parts, out: Path, world: World, console: Console, step: int) -> None:
     """Writes down what is being run, and says it."""
@@ -31,7 +33,8 @@ def describe(parts: Parts, out: Path, world: World, console: Console, step: int)
     (out / "run.json").write_text(json.dumps(run, indent=2) + "\n")
     plan, config = parts.plan, parts.config
     weights = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parts.engine.model.parameters())
-    longer = plan.warmup_samples > plan.total_samples
+    steps = range(0, plan.total_steps, max(1, plan.total_steps // 1000))
+    highest = max(parts.curve.factor(step * plan.global_batch, plan.global_batch) for step in steps)
     for line in (
         *data_lines(parts.found, parts.mixture, plan, config.data),
         f"{weights / 1e6:.1f} M parameters; {world.size} rank(s) on {world.device.type}, {_engine_name(config.engine)}",
@@ -39,7 +42,7 @@ def describe(parts: Parts, out: Path, world: World, console: Console, step: int)
         f"{plan.rank_batch:,} pairs in image chunks of {plan.image_chunk:,} and text chunks of {plan.text_chunk:,}",
         f"{config.optim.kind}, peak rate {plan.lr:.4g}: " + "; ".join(_groups(parts)),
         *_untrimmed(parts),
-        *(["optim.warmup is longer than the training: the full rate is never reached"] if longer else []),
+        *([f"the highest rate of the schedule is {highest:.1%} of the peak: " + _TOO_LONG] if highest < 0.95 else []),
         *([f"going on after step {step:,}" if step < plan.total_steps else "finished already"] if step else []),
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections import Counter
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,10 @@ def train(config: Config, out: Path, world: World, console: Console, *, resume: 
     folder = world.gather_objects(found)[0]
     with console.status("looking at the shards") as status:
         parts = build(config, world, lambda what, done, total: status.update(f"{what} of {done:,} / {total:,} shards"))
-    progress = checkpoint.Progress(0, 0, parts.mixture.start(), parts.mixture.signature, asdict(config.model))
+    progress = parts.progress(0, 0, parts.mixture.start())
     if folder is not None:
-        progress = world.together(
-            "resume",
-            lambda: checkpoint.load(folder, parts.engine, order=parts.mixture.signature, model=config.model),
-        )
+        start = progress
+        progress = world.together("resume", lambda: checkpoint.load(folder, parts.engine, parts.optimizer, start))
     if world.is_main:
         describe(parts, out, world, console, progress.step)
     finished = progress.step >= parts.plan.total_steps
@@ -184,13 +183,13 @@ def _save(
     everybodys: dict[int, int] = {}
     for rank, theirs in enumerate(world.gather_objects(cursors)):
         everybodys.update({stream: theirs[stream] for stream in parts.mixture.owned(rank, world.size)})
-    lost = to_saved(gather_drops(dropped, world))
-    model = asdict(parts.config.model)
-    progress = checkpoint.Progress(step, applied, everybodys, parts.mixture.signature, model, lost)
+    progress = replace(parts.progress(step, applied, everybodys), dropped=to_saved(gather_drops(dropped, world)))
     checkpoint.save(out, parts.engine, progress, world, keep=parts.config.train.keep_checkpoints)
     folders = {"model": parts.engine.weights()}
     if parts.config.train.ema_decay:
         folders["model-ema"] = folders["model"] | average_weights(parts.optimizer, parts.layout)
+    elif world.is_main:
+        shutil.rmtree(out / "model-ema", ignore_errors=True)  # of an earlier part of the run: it would pass for current
     if world.is_main:
         for name, weights in folders.items():
             checkpoint.export(out / name, weights, parts.config.model, parts.architecture)

@@ -125,6 +125,17 @@ def data_faults(config: Config, found: Sequence[Found], world_size: int) -> list
     return list(dict.fromkeys(faults))
 
 
+def eval_faults(config: Config) -> list[str]:
+    """Evaluations whose shards are not there: said at the start, not after the last step."""
+    faults = []
+    for spec in config.eval:
+        try:
+            expand_shards(spec.shards, store_of(config.data))
+        except (ConfigError, DataError) as fault:
+            faults.append(f"[[eval]] {spec.name!r}: {fault}")
+    return faults
+
+
 def epoch_source(data: Data) -> int:
     return next((place for place, source in enumerate(data.sources) if source.name == data.epoch), 0)
 

@@ -83,7 +83,7 @@ def test_check_names_every_fault_by_shard_and_key(clipscale: Command, tmp_path: 
     ):
         assert line in said
     assert "s-001.tar" not in said
-    assert "faults in 6 of 7 shards" in told
+    assert "fault(s) in 6 of 7 shards" in told
     assert "Traceback" not in told
     faults = json.loads(report.read_text())["faults"]
     assert {fault["key"] for fault in faults if fault["shard"].endswith("bad.tar")} == set("0123456")

@@ -288,3 +288,21 @@ def test_an_interrupt_ends_everything_quietly(toy: Toy, tmp_path: Path) -> None:
     assert f"{REPOSITORY}/clipscale/" not in err  # no frame of ours, in no traceback
     _, alive = psutil.wait_procs(descendants, timeout=10)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_config_check_names_what_needs_no_data(clipscale: Callable[..., Said]) -> None:
+    said = clipscale(
+        "config",
+        "check",
+        TINY,
+        "--set",
+        "optim.kind=muon",
+        "--set",
+        "engine={kind='hsdp', shard_group=2}",
+        "--ranks",
+        "3",
+    )
+    assert_fault(said, 2, "shard_group: 2 does not divide the 3 ranks", "'muon'", "cannot be shared by 3 ranks")
+    said = clipscale("config", "check", TINY, "--set", "optim.rules=[{match='vision.*'}]")
+    assert_fault(said, 2, "'vision.*' fits no parameter")
+    assert clipscale("config", "check", TINY).code == 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,11 @@ def engine() -> PlainEngine:
 
 
 def progress(step: int) -> Progress:
-    return Progress(step, step, {0: step, 7: step + 1}, "order", asdict(MODEL))
+    return Progress(step, step, {0: step, 7: step + 1}, "order", asdict(MODEL), ["sgd", [2]], 64)
+
+
+def load(folder: Path, into: PlainEngine, **other: Any) -> Progress:
+    return checkpoint.load(folder, into, into._optimizer, replace(progress(0), **other))
 
 
 def names(out: Path) -> list[str]:
@@ -38,7 +44,7 @@ def names(out: Path) -> list[str]:
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     saved, loaded = engine(), engine()
     checkpoint.save(tmp_path, saved, progress(3), ALONE, keep=3)
-    found = checkpoint.load(tmp_path / "checkpoints" / "step-00000003", loaded, order="order", model=MODEL)
+    found = load(tmp_path / "checkpoints" / "step-00000003", loaded)
     assert (found.step, found.cursors, found.order) == (3, {0: 3, 7: 4}, "order")
     assert all(torch.equal(loaded.weights()[name], weight) for name, weight in saved.weights().items())
 
@@ -55,7 +61,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     for each in (first, second):
         checkpoint.save(tmp_path, each, progress(5), ALONE, keep=2)
     loaded = engine()
-    checkpoint.load(tmp_path / "checkpoints" / "step-00000005", loaded, order="order", model=MODEL)
+    load(tmp_path / "checkpoints" / "step-00000005", loaded)
     assert torch.equal(loaded.model.weight, second.model.weight)
 
 
@@ -103,13 +109,42 @@ def test_other_things_beside_checkpoints_are_not_taken_for_one(tmp_path: Path) -
     assert checkpoint.newest(tmp_path) is None
 
 
-def test_another_order_and_another_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"order": "other"}, "another order of samples"),
+        ({"model": {"name": "ViT-B-16"}}, "another model"),
+        ({"optim": ["lamb", [2]]}, "the state of optim.kind = 'sgd', wanted 'lamb'"),
+        ({"optim": ["sgd", [1, 1]]}, "optim.rules, layer decay and whether decay is 0 must stay"),
+        ({"global_batch": 128}, "trained with train.global_batch = 64, wanted 128"),
+    ],
+)
+def test_another_run_is_refused(other: dict[str, Any], said: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, engine(), progress(1), ALONE, keep=1)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(tmp_path / "checkpoints" / "step-00000001", engine(), **other)
+
+
+@pytest.mark.parametrize("file", ["plain.pt", "progress.json"])
+def test_a_damaged_checkpoint_is_named(file: str, tmp_path: Path) -> None:
     checkpoint.save(tmp_path, engine(), progress(1), ALONE, keep=1)
     folder = tmp_path / "checkpoints" / "step-00000001"
-    with pytest.raises(ConfigError, match="another order of samples"):
-        checkpoint.load(folder, engine(), order="other", model=MODEL)
-    with pytest.raises(ConfigError, match="another model"):
-        checkpoint.load(folder, engine(), order="order", model=Model(name="ViT-B-16"))
+    whole = (folder / file).read_bytes()
+    for size in (0, len(whole) // 2, len(whole) - 5):
+        (folder / file).write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match="step-00000001 cannot be read; remove it to go on"):
+            load(folder, engine())
+
+
+def test_rates_and_decay_are_this_run_s(tmp_path: Path) -> None:
+    """torch would bring back those that were saved."""
+    checkpoint.save(tmp_path, engine(), progress(1), ALONE, keep=1)
+    model = nn.Linear(2, 2)
+    groups = [{"params": model.parameters(), "base_lr": 7.0, "weight_decay": 0.5, "momentum": 0.3}]
+    changed = PlainEngine(model, torch.optim.SGD(groups), ALONE)
+    load(tmp_path / "checkpoints" / "step-00000001", changed)
+    (group,) = changed._optimizer.param_groups
+    assert (group["base_lr"], group["weight_decay"], group["momentum"]) == (7.0, 0.5, 0.3)
 
 
 def test_progress_is_plain_json(tmp_path: Path) -> None:

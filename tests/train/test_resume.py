@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from clipscale.dist.world import World, joined
-from clipscale.errors import ConfigError
+from clipscale.errors import ClipscaleError, ConfigError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Outcome, Toy, outcome, run
 
@@ -220,6 +220,40 @@ def test_a_run_that_died_before_its_last_evaluation_makes_up_for_it(alone: World
     rested = run(alone, config, tmp_path / "run", resume="auto")
     assert rested is not None
     assert rested.evaluations == through.evaluations
+
+
+def other_rate(world: World, toy: Toy, folder: Path, *engine: str) -> list[float]:
+    """Communicates. Two steps, then two more at ten times the rate; -> how far the weights went in each part."""
+    recipe = ("optim.schedule.kind=constant", "optim.warmup.steps=1", "optim.kind=sgd", "optim.momentum=0.0")
+    first = run(world, toy.config("train.duration.steps=2", *recipe, "optim.lr=0.001", *engine), folder)
+    then = run(world, toy.config("train.duration.steps=3", *recipe, "optim.lr=0.1", *engine), folder, resume=True)
+    if first is None or then is None:
+        return []
+    norm = then.records[-1]["grad_norm"]
+    apart = torch.stack([(then.weights[name] - first.weights[name]).norm() for name in first.weights]).norm()
+    return [apart.item(), 0.1 * min(1.0, norm)]
+
+
+@pytest.mark.parametrize(
+    "engine", [(), ("engine.kind=deepspeed", "engine.zero_stage=2"), ("engine.kind=hsdp", "engine.shard_group=2")]
+)
+def test_a_resumed_run_takes_its_own_rate(engine: tuple[str, ...], toy: Toy, tmp_path: Path) -> None:
+    (apart, wanted), _ = run_ranks(2, other_rate, toy, tmp_path / "run", *engine, "optim.weight_decay=0.0")
+    assert apart == pytest.approx(wanted, rel=1e-2)
+
+
+def test_an_average_that_is_not_kept_up_is_taken_away(alone: World, toy: Toy, tmp_path: Path) -> None:
+    run(alone, toy.config("train.duration.steps=2", "train.ema_decay=0.5"), tmp_path / "run")
+    assert (tmp_path / "run" / "model-ema").is_dir()
+    run(alone, toy.config("train.duration.steps=3"), tmp_path / "run", resume=True)
+    assert not (tmp_path / "run" / "model-ema").exists()
+
+
+def test_missing_evaluation_shards_are_told_at_the_start(alone: World, toy: Toy, tmp_path: Path) -> None:
+    spec = "eval=[{kind = 'retrieval', name = 'later', shards = 'nowhere'}]"
+    with pytest.raises(ClipscaleError, match=r"(?s)\[\[eval\]\] 'later': shards are missing.*nowhere"):
+        run(alone, toy.config(*TEN, spec), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 # ---- hybrid sharding --------------------------------------------------------------------------------------------
