@@ -39,7 +39,7 @@ pytest: setup
 
 bench: setup
 	mkdir -p bench
-	$(BIN)/python scripts/bench_data.py
+	$(BIN)/python scripts/bench_data.py --quick
 	$(BIN)/python scripts/bench_step.py --plot bench/step.png
 	$(BIN)/python scripts/bench_loss.py --plot bench/loss.png
 	$(BIN)/python scripts/bench_optim.py
