@@ -117,8 +117,11 @@ def test_the_users_number_of_threads_stays(
         ("lost", 4),  # the rank that only lost contact, code 5, ends first, but the other one is the cause
     ],
 )
-def test_one_rank_ends_all(behaviour: str, code: int, run: Callable[..., int], tmp_path: Path) -> None:
+def test_one_rank_ends_all(
+    behaviour: str, code: int, run: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run(behaviour) == code
+    assert ("rank 1 was ended by SIGKILL" in capfd.readouterr().err) == (behaviour == "killed")
     assert not any(is_running(note["pid"]) for note in notes(tmp_path))
 
 
@@ -145,10 +148,13 @@ def launcher(program: Path, tmp_path: Path):
         process.wait()
 
 
-def test_an_interrupt_reaches_all_ranks(launcher: Callable[[str], subprocess.Popen], tmp_path: Path) -> None:
+def test_an_interrupt_reaches_all_ranks(
+    launcher: Callable[[str], subprocess.Popen], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     process = launcher("waits")
     process.send_signal(signal.SIGINT)
     assert process.wait(15) == 130
+    assert capfd.readouterr().err == "clipscale: interrupted; --resume goes on from the last checkpoint\n"
     assert [note.get("signal") for note in notes(tmp_path)] == [signal.SIGINT, signal.SIGINT]
     assert not any(is_running(note["pid"]) for note in notes(tmp_path))
 
