@@ -6,6 +6,13 @@ command line prints the message and exits with the family's code, without a trac
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+
+def listed(headline: str, faults: Iterable[str]) -> str:
+    """A message that names every fault at once, a line each."""
+    return "\n".join([f"{headline}:", *(f"  - {fault}" for fault in faults)])
+
 
 class ClipscaleError(Exception):
     """Base of all faults that are reported to the user. The message says what was found, wanted, and to do."""

@@ -20,7 +20,7 @@ import tomli_w
 
 from clipscale.config.schema import Config
 from clipscale.config.values import DURATION_UNITS, Duration
-from clipscale.errors import ConfigError
+from clipscale.errors import ConfigError, listed
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,7 +59,7 @@ def load_config(path: Path, settings: Sequence[str] = ()) -> Config:
         if not faults:
             return config
     number = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    raise ConfigError(f"{number} in the configuration:\n" + "\n".join(f"  - {fault}" for fault in faults))
+    raise ConfigError(listed(f"{number} in the configuration", faults))
 
 
 def _fill_default_kinds(tree: dict[str, Any]) -> None:

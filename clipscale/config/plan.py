@@ -13,7 +13,7 @@ from fractions import Fraction
 from clipscale.config.optim import ConstantSchedule, Optim, WarmupStableDecaySchedule
 from clipscale.config.schema import Chunk, Config
 from clipscale.config.values import Duration
-from clipscale.errors import ConfigError
+from clipscale.errors import ConfigError, listed
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,11 @@ class Plan:
 
 def steps_of(duration: Duration, *, global_batch: int, num_samples: int, total_steps: int | None = None) -> int:
     """A duration in whole steps, rounded up. `fraction` needs the `total_steps` it is a fraction of."""
-    if duration.steps is not None:
-        return duration.steps
-    if duration.samples is not None:
-        return math.ceil(Fraction(duration.samples, global_batch))
-    if duration.epochs is not None:
-        return math.ceil(_as_written(duration.epochs) * num_samples / global_batch)
-    assert duration.fraction is not None
-    if total_steps is None:
+    if duration.fraction is not None and total_steps is None:
         raise ConfigError("train.duration: a fraction of what? wanted steps, samples or epochs")
-    return math.ceil(_as_written(duration.fraction) * total_steps)
+    total_samples = (total_steps or 0) * global_batch
+    samples = samples_of(duration, global_batch=global_batch, num_samples=num_samples, total_samples=total_samples)
+    return -(-samples // global_batch)
 
 
 def samples_of(duration: Duration, *, global_batch: int, num_samples: int, total_samples: int) -> int:
@@ -117,7 +112,7 @@ def make_plan(config: Config, world_size: int, num_samples: int, faults: Sequenc
         return samples_of(duration, global_batch=batch, num_samples=num_samples, total_samples=total * batch)
 
     if faults:
-        raise ConfigError("this run cannot work:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        raise ConfigError(listed("this run cannot work", faults))
     rank_batch = batch // world_size
     return Plan(
         world_size=world_size,

@@ -61,9 +61,8 @@ class DeepSpeedEngine:
     __pydantic_config__ = STRICT
     kind: Literal["deepspeed"]
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    hpz_group: CountOrZero = (
-        0  # stage 3: ranks that hold a second copy of the weights between them (ZeRO++), usually a node
-    )
+    # Stage 3: ranks that hold a second copy of the weights between them (ZeRO++), usually those of a node; 0: none.
+    hpz_group: CountOrZero = 0
     offload_optimizer: bool = False  # optimizer state and fp32 weights live in host memory (stages 1 to 3)
     offload_parameters: bool = False  # sharded weights live in host memory (stage 3)
 

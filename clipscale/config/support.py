@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clipscale.config.optim import Muon
 from clipscale.config.schema import Config, DeepSpeedEngine, HsdpEngine
-from clipscale.errors import ConfigError
+from clipscale.errors import ConfigError, listed
 
 
 def unsupported(config: Config, world_size: int) -> list[str]:
@@ -16,7 +16,7 @@ def require_supported(config: Config, world_size: int) -> None:
     """Raises `ConfigError` with every contradiction."""
     faults = unsupported(config, world_size)
     if faults:
-        error = ConfigError("this run cannot work:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        error = ConfigError(listed("this run cannot work", faults))
         error.on_all_ranks = True  # all read the same file
         raise error
 

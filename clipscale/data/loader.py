@@ -49,7 +49,7 @@ class TrainLoader:
     `mixture` and `world_size` have passed `assign.check`.
 
     Raises `ConfigError` if shared memory is too small for the batches under way; and `DataError` from `next` where a
-    shard cannot be read, where of the samples that a worker has seen (1,000 or more) over `max_bad_fraction` are
+    shard cannot be read, where of the samples that a worker has seen (250 or more) over `max_bad_fraction` are
     unusable, and where a stream finds no usable sample in a whole pass.
     """
 

@@ -160,8 +160,8 @@ def joined(timeout_s: float = 1800.0) -> Iterator[World]:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             raise
         raise DistributedError(
-            f"rank {world.rank} lost contact with another rank; that rank's or the launcher's message says why. (In torch's words: "
-            f"{str(error).splitlines()[0]})"
+            f"rank {world.rank} lost contact with another rank; that rank's or the launcher's message says why. "
+            f"(In torch's words: {str(error).splitlines()[0]})"
         ) from error
     finally:
         leave(world)

@@ -45,8 +45,8 @@ def _timm_layers(trunk: Any) -> dict[str, int]:
 def _depth(name: str) -> int | None:
     """0 below the blocks, 1 for the first; None above them."""
     if match := _BLOCK.search(name):
-        first = 0 if "layer" in match[0] and match[0].lstrip(".").startswith(f"layer{match[1]}") else 1
-        return int(match[1]) + first
+        counts_from_one = match[0].lstrip(".").startswith(f"layer{match[1]}")  # a ResNet's layer1 to layer4
+        return int(match[1]) + (not counts_from_one)
     return 0 if _BOTTOM & set(name.split(".")) else None
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from clipscale.config.schema import Loss, Model, SigmoidLoss, SoftmaxLoss
 from clipscale.dist.engine import Tower
-from clipscale.errors import ConfigError, DataError
+from clipscale.errors import ConfigError, DataError, listed
 from clipscale.model import depth
 
 # ---- architecture -----------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def resolve_architecture(model: Model) -> dict[str, Any]:
     if trunk and not timm.is_model(trunk):
         faults.append(f"model.vision_cfg.timm_model_name: timm knows no {trunk!r}{_near(trunk, timm.list_models())}")
     if faults:
-        raise ConfigError("no such model:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        raise ConfigError(listed("no such model", faults))
     return architecture
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from clipscale.config.optim import Muon, Recipe, Rule
-from clipscale.errors import ConfigError
+from clipscale.errors import ConfigError, listed
+from clipscale.optim.segments import trained_parameters
 
 LOG_SCALE = "logits.log_scale"
 LOG_SCALE_BOUNDS = (0.0, math.log(100))  # a logit scale of 1 to 100, as in Radford et al. 2021, section 2.5
@@ -51,7 +52,7 @@ def treatments(model: nn.Module, recipe: Recipe, depths: Mapping[str, Depth]) ->
 
     Vectors and scalars (biases, norms, the class token, the log scale) neither decay nor get a trust ratio.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = dict(trained_parameters(model))
     unused = set(range(len(recipe.rules)))
     chosen = {}
     for name, parameter in trained.items():
@@ -128,11 +129,11 @@ def parameter_groups(model: nn.Module, chosen: Mapping[str, Treatment], lr: floa
 def check_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises `ConfigError` unless every trained parameter is in exactly one group, and no group is empty."""
     counts = Counter(id(parameter) for group in groups for parameter in group["params"])
-    trained = {name: counts[id(parameter)] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    faults = [f"{name} is in {count} groups, wanted one" for name, count in trained.items() if count != 1]
+    found = {name: counts[id(parameter)] for name, parameter in trained_parameters(model)}
+    faults = [f"{name} is in {count} groups, wanted one" for name, count in found.items() if count != 1]
     faults += [f"group {group['name']!r} is empty" for group in groups if not group["params"]]
     if faults:
-        raise ConfigError("the optimizer's groups are wrong:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        raise ConfigError(listed("the optimizer's groups are wrong", faults))
 
 
 def clamp_after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

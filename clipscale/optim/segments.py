@@ -64,19 +64,21 @@ class Layout:
         return found
 
 
-def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def whole_layers(model: nn.Module) -> Layout:
     """Every rank updates every layer: the plain engine, ZeRO-0."""
-    return _layout(model, [Segment(i, 0, layer, 0, layer.numel()) for i, (_, layer) in enumerate(trained(model))])
+    return _layout(
+        model, [Segment(i, 0, layer, 0, layer.numel()) for i, (_, layer) in enumerate(trained_parameters(model))]
+    )
 
 
 def sharded_layers(model: nn.Module, group: dist.ProcessGroup) -> Layout:
     """FSDP2: each layer is a DTensor cut along its first dimension, of which this rank holds some rows, or none."""
     segments = []
-    for index, (_, layer) in enumerate(trained(model)):
+    for index, (_, layer) in enumerate(trained_parameters(model)):
         assert isinstance(layer, DTensor)
         rows = -(-layer.shape[0] // layer.device_mesh.size())
         offset = rows * layer.device_mesh.get_local_rank() * (layer.numel() // layer.shape[0])
@@ -98,7 +100,7 @@ def zero_1_2(model: nn.Module, zero: Any, group: dist.ProcessGroup) -> Layout:
     DeepSpeed notes on each parameter which part of it this rank's fp32 partition holds, and where; none: no note.
     """
     segments = []
-    for index, (_, layer) in enumerate(trained(model)):
+    for index, (_, layer) in enumerate(trained_parameters(model)):
         note = layer._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
         if note is not None:
             holder = zero.single_partition_of_fp32_groups[note.param_group_index]
@@ -112,7 +114,7 @@ def zero_3(model: nn.Module, zero: Any, group: dist.ProcessGroup) -> Layout:
 
     A rank's parts of all layers of a group lie end to end in its fp32 partition.
     """
-    number = {id(layer): index for index, (_, layer) in enumerate(trained(model))}
+    number = {id(layer): index for index, (_, layer) in enumerate(trained_parameters(model))}
     segments = []
     for layers, holder in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
         start = 0
@@ -126,7 +128,7 @@ def zero_3(model: nn.Module, zero: Any, group: dist.ProcessGroup) -> Layout:
 
 
 def _layout(model: nn.Module, segments: Sequence[Segment], group: dist.ProcessGroup | None = None) -> Layout:
-    named = trained(model)
+    named = trained_parameters(model)
     # Under ZeRO-3 a parameter's own shape is [0]; DeepSpeed keeps the true one beside it.
     shapes = tuple(torch.Size(getattr(layer, "ds_shape", layer.shape)) for _, layer in named)
     filled = tuple(segment for segment in segments if segment.length)

@@ -6,7 +6,7 @@ import torch
 
 from clipscale.config.schema import Config, DeepSpeedEngine, HsdpEngine
 from clipscale.config.support import unsupported
-from clipscale.errors import ConfigError
+from clipscale.errors import ConfigError, listed
 from clipscale.model.towers import Towers, resolve_architecture
 from clipscale.optim.groups import treatments
 
@@ -23,7 +23,7 @@ def check(config: Config, ranks: int | None) -> None:
     except ConfigError as fault:
         faults.append(str(fault))
     if faults:
-        raise ConfigError("this run cannot work:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        raise ConfigError(listed("this run cannot work", faults))
 
 
 def _any_ranks(config: Config) -> int:

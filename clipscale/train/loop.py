@@ -77,6 +77,7 @@ def _steps(
     dropped = from_saved(progress.dropped) if world.is_main else Counter[Drop]()
     keys = KeysFile(out / "keys.jsonl", world, wanted=config.train.write_keys, from_step=step)
     waits = Waits()
+    rates = _rates(parts)
     with (
         closing(keys),
         TrainLoader(
@@ -124,7 +125,7 @@ def _steps(
                     "step": step,
                     "loss": _finite(result.loss),
                     "lr": plan.lr * lr_factor,
-                    **({"lr_by_group": _rates(parts, lr_factor)} if _has_own_rates(parts) else {}),
+                    **({"lr_by_group": {name: lr * lr_factor for name, lr in rates.items()}} if rates else {}),
                     "logit_scale": result.logit_scale,
                     "grad_norm": _finite(result.grad_norm),
                     "applied": result.applied,
@@ -217,9 +218,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _has_own_rates(parts: Parts) -> bool:
-    return any(treatment.lr_scale != 1 for treatment in parts.treatments.values())
-
-
-def _rates(parts: Parts, lr_factor: float) -> dict[str, float]:
-    return {each.name: parts.plan.lr * each.lr_scale * lr_factor for each in parts.treatments.values()}
+def _rates(parts: Parts) -> dict[str, float]:
+    """Each group's peak rate, where they are not all the same."""
+    scales = {each.name: each.lr_scale for each in parts.treatments.values()}
+    return {name: parts.plan.lr * scale for name, scale in scales.items()} if set(scales.values()) != {1.0} else {}
