@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from clipscale.cli_data import data_app
+from clipscale.cli_json import JsonFile, write_json
 from clipscale.errors import ClipscaleError, ConfigError
 
 if TYPE_CHECKING:
@@ -110,7 +110,6 @@ def config_show(config: ConfigFile, settings: Settings = None) -> None:
 
 RunFolder = Annotated[Path, typer.Argument(help="Run folder of `clipscale train`.", metavar="RUN")]
 Shards = Annotated[list[str], typer.Argument(help="Shards: paths, globs, folders or braces.", metavar="SHARDS...")]
-JsonOut = Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")]
 Ema = Annotated[bool, typer.Option("--ema", help="Evaluate the averaged weights (train.ema_decay).")]
 Sheet = Annotated[Path | None, typer.Option(help="PNG with some images and their five best names.")]
 
@@ -128,7 +127,7 @@ def eval_zeroshot(
     templates: Annotated[str, typer.Option(help="none, simple, or a file of prompts with {} for the name.")] = "none",
     ema: Ema = False,
     sheet: Sheet = None,
-    json_out: JsonOut = None,
+    json_out: JsonFile = None,
 ) -> None:
     """Give every image the class whose name fits best; top-1, 5 and 10 beside chance."""
     from clipscale.config.schema import ZeroShotEval
@@ -143,7 +142,7 @@ def eval_retrieval(
     shards: Shards,
     caption: Annotated[str, typer.Option(help="Where a sample's caption stands: an extension, or json:KEY.")] = "txt",
     ema: Ema = False,
-    json_out: JsonOut = None,
+    json_out: JsonFile = None,
 ) -> None:
     """Find captions by image and images by caption; recall at 1, 5 and 10 beside chance."""
     from clipscale.config.schema import RetrievalEval
@@ -156,7 +155,7 @@ def _names(shards: list[str]) -> str:
 
 
 @eval_app.command("all")
-def eval_all(run: RunFolder, ema: Ema = False, sheet: Sheet = None, json_out: JsonOut = None) -> None:
+def eval_all(run: RunFolder, ema: Ema = False, sheet: Sheet = None, json_out: JsonFile = None) -> None:
     """Every [[eval]] table of the run's own configuration, in one report."""
     from clipscale.config.load import load_config
 
@@ -196,9 +195,7 @@ def _evaluate(
         for spec in specs
     }
     show(results, Console())
-    if json_out is not None:
-        json_out.parent.mkdir(parents=True, exist_ok=True)
-        json_out.write_text(json.dumps({name: result.as_dict() for name, result in results.items()}, indent=2) + "\n")
+    write_json(json_out, {name: result.as_dict() for name, result in results.items()})
     if sheet is not None and drawn is not None:
         typer.echo(f"picture: {sheet}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from clipscale.cli_json import JsonFile, write_json
 from clipscale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ Threads = Annotated[int, typer.Option(help="Shards looked at side by side.", min
 CacheDir = Annotated[str, typer.Option(help="Folder for remote shards. Default ~/.cache/clipscale/shards.")]
 TimeoutS = Annotated[float, typer.Option(help="How long a server or a command may be silent.", min=0.1)]
 CaptionField = Annotated[str, typer.Option(help="Where the caption stands: an extension, or json:KEY.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the findings to this file.")]
 _THREADS = max(4, os.cpu_count() or 1)
 _MAX_LISTED = 1000  # faults on the screen; --json has them all
 
@@ -160,9 +159,8 @@ def data_check(
     with progress() as report:
         found = inspect(paths, wanted, counts=counts, store=store, threads=threads, report=report)
     faults = [*(Fault(name.partition(": ")[0], "", name.partition(": ")[2]) for name in absent), *found.faults]
-    if json_out is not None:
-        rows = [{"shard": fault.shard, "key": fault.key, "fault": fault.what} for fault in faults]
-        _write_json(json_out, {"faults": rows, **found.as_dict()})
+    rows = [{"shard": fault.shard, "key": fault.key, "fault": fault.what} for fault in faults]
+    write_json(json_out, {"faults": rows, **found.as_dict()})
     for fault in faults[:_MAX_LISTED]:
         typer.echo(str(fault))
     if len(faults) > _MAX_LISTED:
@@ -197,8 +195,7 @@ def data_stats(
         found = inspect(paths, Wanted(TextCaption("text", caption)), store=store, threads=threads, report=report)
     numbers = found.as_dict()
     Console().print(_table(numbers))
-    if json_out is not None:
-        _write_json(json_out, numbers)
+    write_json(json_out, numbers)
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
         draw(found, str(plot))
@@ -223,13 +220,6 @@ def _table(numbers: dict[str, Any]) -> Any:
             value = "  ".join(f"{part} {number:,.0f}" for part, number in value.items()) or "none"
         table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
     return table
-
-
-def _write_json(path: Path, content: object) -> None:
-    try:
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as fault:
-        raise ConfigError(f"--json: {path} cannot be written: {fault.strerror}") from fault
 
 
 def _quieten_decoders() -> None:

@@ -169,7 +169,6 @@ _WANTED = {
     "dataclass_type": "a table",
     "dict_type": "a table",
     "tuple_type": "a list",
-    "missing": "a longer list",
     "too_long": "a shorter list",
 }
 
@@ -194,6 +193,8 @@ def _describe_all(error: pydantic.ValidationError, sources: Mapping[str, str], f
             lines[path] = f"{place}: {fault['msg'].removeprefix('Value error, ')}"
         else:
             wanted = _WANTED.get(fault["type"], fault["msg"].removeprefix("Input should be "))
+            if fault["type"] == "missing":  # of a list, by position
+                wanted = f"at least {int(fault['loc'][-1]) + 1} values"
             if path not in lines:
                 lines[path] = f"{place}: found {fault['input']!r}, wanted {wanted}"
             elif not lines[path].endswith(wanted):

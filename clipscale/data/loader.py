@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from clipscale.data.captions import Unusable, read_json
+from clipscale.data.captions import Unusable
 from clipscale.data.decode import Decoder
 from clipscale.data.index import ShardIndex
 from clipscale.data.mixture import Mixture
 from clipscale.data.streams import Drop, Part, StreamWork, Tokenize
 from clipscale.data.workers import Workers, check_shared_memory
-from clipscale.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -133,33 +131,20 @@ class EvalBatch:
 
     images: UInt8[Tensor, "n 3 size size"]
     captions: list[str]
-    metas: list[dict[str, Any]]  # the samples' JSON members, {} where there is none
     keys: list[str]  # "shard-stem/key"
-    dropped: dict[str, int]  # reason -> samples dropped around these
+    dropped: dict[str, int]  # reason -> samples dropped among these
 
 
 def eval_samples(
     index: ShardIndex, decoder: Decoder, *, batch: int, rank: int = 0, world_size: int = 1, workers: int = 0
 ) -> Iterator[EvalBatch]:
-    """One pass over the samples i with i mod `world_size` = `rank`, in order, `batch` at most at a time, never none.
+    """One pass over the samples i with i mod `world_size` = `rank`, in order, `batch` at most at a time.
 
-    Ranks may get unequal numbers of samples and of batches. Raises `DataError` if no sample of the rank is usable.
+    Ranks may get unequal numbers of samples and of batches; a batch whose samples are all unusable comes empty.
     """
     work = _EvalWork(index, decoder, range(rank, index.num_samples, world_size), batch)
-    held: EvalBatch | None = None
-    dropped = Counter[str]()
     with closing(Workers(work, min(workers, -(-len(work.numbers) // batch)))) as found:
-        for part in found:
-            dropped.update(part.dropped)
-            if not part.keys:
-                continue
-            if held is not None:
-                yield held
-            held, dropped = replace(part, dropped=dict(dropped)), Counter()
-    if held is not None:
-        yield replace(held, dropped=dict(Counter(held.dropped) + dropped))
-    elif work.numbers:
-        raise DataError(f"no usable sample among {len(work.numbers):,}, for evaluation: {dict(dropped)}")
+        yield from found
 
 
 @dataclass
@@ -178,17 +163,16 @@ class _EvalWork:
 
     def _batch(self, numbers: range) -> EvalBatch:
         images = [torch.empty(0, 3, self.decoder.size, self.decoder.size, dtype=torch.uint8)]
-        captions, metas, keys, dropped = [], [], [], Counter[str]()
+        captions, keys, dropped = [], [], Counter[str]()
         for shard, positions in self.index.pieces(numbers):
             for sample in self.index.read(shard, positions):
                 self.at = f"{self.index.shards[shard].stem}/{sample.key}"
                 try:
                     image, caption = self.decoder(sample.members)
-                    metas.append(read_json(sample.members))
                 except Unusable as fault:
                     dropped[fault.reason] += 1
                     continue
                 images.append(image[None])
                 captions.append(caption)
                 keys.append(self.at)
-        return EvalBatch(torch.cat(images), captions, metas, keys, dict(dropped))
+        return EvalBatch(torch.cat(images), captions, keys, dict(dropped))

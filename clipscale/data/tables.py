@@ -104,7 +104,9 @@ def _columns(path: Path, columns: Sequence[str], rule: Table, separator: str) ->
     for what, found, name in (("image", image, rule.image), ("caption", caption, rule.caption)):
         if found is None:
             faults.append(f"no column {name!r}" if name else f"no column that looks like the {what}'s")
-    if image is not None and caption is not None:
+        elif columns.count(columns[found]) > 1:
+            faults.append(f"several columns {columns[found]!r}, one of which is the {what}'s")
+    if image is not None and caption is not None and not faults:
         return image, caption
     better = [
         name

@@ -7,7 +7,7 @@ collapsed model, for which all candidates tie, therefore scores chance exactly, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -43,14 +43,20 @@ class Result:
 
     metrics: tuple[Metric, ...]
     sizes: Mapping[str, int]
+    dropped: Mapping[str, int] = field(default_factory=dict)  # reason -> samples of the set that could not be used
 
     def as_dict(self) -> dict[str, float | int]:
-        """Flat and JSON-able: each metric by name, `chance_` + name, and each size."""
+        """Flat and JSON-able: each metric by name, `chance_` + name, each size, and `dropped_` + reason."""
         return {
             **{metric.name: metric.value for metric in self.metrics},
             **{f"chance_{metric.name}": metric.chance for metric in self.metrics},
             **self.sizes,
+            **{f"dropped_{reason}": count for reason, count in self.dropped.items()},
         }
+
+
+def as_text(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in sorted(dropped.items()))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clipscale.evaluate.ranks import Metric, Result
+from clipscale.evaluate.ranks import Metric, Result, as_text
 
 HEADER = ("set", "metric", "value", "chance", "times chance")
 
@@ -65,8 +65,11 @@ def _times(metric: Metric) -> str:
 
 
 def _sizes(results: Mapping[str, Result]) -> str:
-    return "\n".join(
-        f"{name}: "
-        + ", ".join(f"{size:,} {what.removeprefix('n_').replace('_', ' ')}" for what, size in result.sizes.items())
-        for name, result in results.items()
-    )
+    lines = []
+    for name, result in results.items():
+        sizes = [f"{size:,} {what.removeprefix('n_').replace('_', ' ')}" for what, size in result.sizes.items()]
+        left_out = (
+            f"; left out {sum(result.dropped.values()):,} samples: {as_text(result.dropped)}" if result.dropped else ""
+        )
+        lines.append(f"{name}: {', '.join(sizes)}" + left_out)
+    return "\n".join(lines)

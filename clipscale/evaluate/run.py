@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from clipscale.data.store import LOCAL, Store
 from clipscale.dist.world import World
 from clipscale.errors import ConfigError, DataError
 from clipscale.evaluate.prompts import collect_classes, embed_classes, load_class_names, load_templates
-from clipscale.evaluate.ranks import Result
+from clipscale.evaluate.ranks import Result, as_text
 from clipscale.evaluate.retrieval import retrieval
 from clipscale.evaluate.sheet import contact_sheet
 from clipscale.evaluate.zeroshot import best_classes, zeroshot
@@ -87,10 +88,16 @@ def evaluate(
 
     `sheet` names a PNG of some images with their five best names (zero-shot only).
     """
-    field = spec.label if isinstance(spec, ZeroShotEval) else spec.caption
+    text = ("label", spec.label) if isinstance(spec, ZeroShotEval) else ("caption", spec.caption)
     found = _embed_shards(
-        spec.shards, field, embedder, size, world, workers=workers, store=store, look=24 if sheet else 0
+        spec.shards, text, embedder, size, world, workers=workers, store=store, look=24 if sheet else 0
     )
+    return replace(_score(spec, found, embedder, class_names, sheet), dropped=found.dropped)
+
+
+def _score(
+    spec: Eval, found: Embedded, embedder: ForwardEmbedder, class_names: Path | None, sheet: Path | None
+) -> Result:
     if isinstance(spec, RetrievalEval):
         captions, groups = collect_classes(found.texts)
         text_features = _embed_texts(embedder, captions)
@@ -112,7 +119,7 @@ def _embed_texts(embedder: ForwardEmbedder, texts: Sequence[str]) -> Tensor:
 
 def _embed_shards(
     shards: str | Sequence[str],
-    field: str,
+    text: tuple[str, str],
     embedder: ForwardEmbedder,
     size: int,
     world: World,
@@ -121,16 +128,22 @@ def _embed_shards(
     store: Store,
     look: int,
 ) -> Embedded:
-    """Communicates. Ranks take every W-th sample; all hold all results afterwards, in one order."""
+    """Communicates. Ranks take every W-th sample; all hold all results afterwards, in one order.
+
+    `text` is what goes with each image, "label" or "caption", and where it stands.
+    """
+    what, field = text
     index = world.together("evaluation data", lambda: counted(expand_shards(shards, store), store)[0])
     decoder = Decoder(size, NoAugment("none"), TextCaption("text", field))
-    features, texts, keys, pictures, dropped = [], [], [], [], dict[str, int]()
+    features, texts, keys, pictures, dropped = [], [], [], [], Counter[str]()
     batches = eval_samples(index, decoder, batch=_BATCH, rank=world.rank, world_size=world.size, workers=workers)
     look = min(look, index.num_samples)
     wanted = set(torch.linspace(0, index.num_samples - 1, look).long().tolist()) if look else set()
     seen = 0
     for batch in _in_step(batches, world):
-        if batch is None:  # a rank that is done keeps the others company, whose sharded weights need it
+        if batch is not None:
+            dropped.update({reason.replace("caption", what): count for reason, count in batch.dropped.items()})
+        if batch is None or not batch.keys:  # keeps the other ranks company, whose sharded weights need it
             embedder.embed_images(torch.zeros(1, 3, size, size, dtype=torch.uint8))
             continue
         features.append(embedder.embed_images(batch.images))
@@ -138,12 +151,17 @@ def _embed_shards(
         keys += batch.keys
         pictures += [(seen + row, image) for row, image in enumerate(batch.images) if seen + row in wanted]
         seen += len(batch.keys)
-        for reason, count in batch.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + count
     own = (torch.cat(features) if features else None, texts, keys, dropped)
-    everybodys = [part for part in world.gather_objects(own) if part[0] is not None]
+    everybodys = world.gather_objects(own)
+    dropped = sum((part[3] for part in everybodys), Counter())
+    everybodys = [part for part in everybodys if part[0] is not None]
     if not everybodys:
-        raise DataError(f"no usable sample in {shards}: {dropped}")
+        fault = DataError(
+            f"no usable sample among {index.num_samples:,} in {shards}: {as_text(dropped)}. The {what} was looked for "
+            f"in {field!r}"
+        )
+        fault.on_all_ranks = True
+        raise fault
     order = sorted((key, rank, row) for rank, part in enumerate(everybodys) for row, key in enumerate(part[2]))
     if world.size == 1:
         order = [(key, 0, row) for row, key in enumerate(keys)]
@@ -152,7 +170,7 @@ def _embed_shards(
         texts=[everybodys[rank][1][row] for _, rank, row in order],
         images=torch.stack([image for _, image in pictures]) if pictures else torch.empty(0, 3, size, size),
         shown=torch.tensor([row for row, _ in pictures], dtype=torch.long),
-        dropped=dropped,
+        dropped=dict(dropped),
     )
 
 

@@ -58,8 +58,9 @@ def depths(visual: nn.Module, text: nn.Module) -> dict[str, tuple[Tower, int]]:
     return found
 
 
-def lock(tower: nn.Module, *, unlocked_layers: int) -> None:
-    """Keeps the tower as it is, but for its last `unlocked_layers`; 1 is the projection alone."""
+def lock(tower: nn.Module, *, unlocked_layers: int) -> int:
+    """Keeps the tower as it is, but for its last `unlocked_layers`; 1 is the projection alone. -> its layers in all."""
     above = layers_above(tower)
     for name, parameter in tower.named_parameters():
         parameter.requires_grad_(above[name] < unlocked_layers)
+    return len(set(above.values()))

@@ -147,7 +147,12 @@ class Towers(nn.Module):
         _refuse_batch_norm(self)
         for tower in model.lock:
             unlocked = model.unlock_image_layers if tower == "image" else model.unlock_text_layers
-            depth.lock(self._tower(tower), unlocked_layers=unlocked)
+            layers = depth.lock(self._tower(tower), unlocked_layers=unlocked)
+            if unlocked >= layers:
+                raise ConfigError(
+                    f"model.unlock_{tower}_layers: found {unlocked}, wanted fewer than the {tower} tower's {layers} "
+                    f"layers; to train all of it, take it out of model.lock"
+                )
         if model.compile:
             self.visual.compile()
             self.text.compile(dynamic=True)  # captions are trimmed to many lengths
@@ -259,7 +264,9 @@ def _check_lock(model: Model) -> None:
         raise ConfigError("model.lock: both towers are locked, so there is nothing to train; unlock one, or its top")
     for tower, layers in unlocked.items():
         if layers and tower not in model.lock:
-            raise ConfigError(f"model.unlock_{tower}_layers: the {tower} tower is not in model.lock, so all of it is")
+            raise ConfigError(
+                f"model.unlock_{tower}_layers: the {tower} tower is not in model.lock, so all of it is trained"
+            )
 
 
 def _load_pretrained(towers: Towers, model: Model) -> None:

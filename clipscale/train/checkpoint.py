@@ -104,13 +104,18 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def load(folder: Path, engine: Engine, optimizer: Optimizer, wanted: Progress) -> Progress:
+def load(folder: Path, engine: Engine, optimizer: Optimizer, wanted: Progress, total_steps: int) -> Progress:
     """Communicates. Fills the engine. Raises `ConfigError` where this run is another one than the checkpoint's.
 
     Rates, decay and betas are this run's, not those that were saved: they may change on the way.
     """
     progress = _read_progress(folder)
     _require_same_run(folder, progress, wanted)
+    if progress.step > total_steps:
+        raise ConfigError(
+            f"--resume: {folder} has more steps than train.duration asks for: found {progress.step:,}, wanted at most "
+            f"{total_steps:,}. Lengthen train.duration, or name another folder"
+        )
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         engine.load(folder)

@@ -42,7 +42,10 @@ def train(config: Config, out: Path, world: World, console: Console, *, resume: 
     progress = parts.progress(0, 0, parts.mixture.start())
     if folder is not None:
         start = progress
-        progress = world.together("resume", lambda: checkpoint.load(folder, parts.engine, parts.optimizer, start))
+        total_steps = parts.plan.total_steps
+        progress = world.together(
+            "resume", lambda: checkpoint.load(folder, parts.engine, parts.optimizer, start, total_steps)
+        )
     if world.is_main:
         describe(parts, out, world, console, progress.step)
     finished = progress.step >= parts.plan.total_steps

@@ -121,5 +121,5 @@ def test_stats_are_those_of_the_samples(clipscale: Command, tmp_path: Path) -> N
     assert "repeated captions" in said
     with Image.open(plot) as image:
         assert image.size[0] > 500
-    assert clipscale("stats", path, "--json", tmp_path / "no" / "x.json")[0] == 2
+    assert clipscale("stats", path, "--json", Path(path) / "x.json")[0] == 2  # a shard is no folder
     assert clipscale("stats", tmp_path / "absent.tar")[0] == 3

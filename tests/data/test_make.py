@@ -99,6 +99,7 @@ def test_tsv_other_separators_and_parquet_say_the_same(tmp_path: Path) -> None:
         ("filepath;title\na.jpg;x\n", AUTO, "seems to be a semicolon"),
         ("url,words\n1,2\n", AUTO, "image's and .*caption's; found 'url', 'words'; name the columns"),
         ("image,words\n1,2\n", Table(caption="word"), "no column 'word'; found 'image', 'words'"),
+        ("image,,text,image,\n1,,2,3,\n", Table(), "several columns 'image', one of which is the image's; found"),
         ("image,caption\na.jpg,b,c\n", AUTO, "line 2: 3 values for 2 columns; a value that holds"),
         ('image,caption\na.jpg,"b\n', AUTO, "after line .*: unexpected end of data"),
         ("", AUTO, "empty; wanted a first line"),

@@ -16,7 +16,7 @@ RESULTS = {
         (Metric("top1", 0.195, 1 / 1480), Metric("image_to_text_median_rank", 12.0, 740.5, unit="rank")),
         {"n_samples": 1480, "n_classes_seen": 3},
     ),
-    "toy": Result((Metric("top1", 0.0, 0.5),), {"n_samples": 7}),
+    "toy": Result((Metric("top1", 0.0, 0.5),), {"n_samples": 7}, {"no_label": 1000, "decode_error": 2}),
 }
 
 
@@ -36,7 +36,7 @@ def test_plain_lines_are_aligned_and_stand_alone():
         "held_out [artist]  image_to_text_median_rank   12.0   740.5         61.7x",
         "toy                top1                        0.0%   50.0%          0.0x",
         "held_out [artist]: 1,480 samples, 3 classes seen",
-        "toy: 7 samples",
+        "toy: 7 samples; left out 1,002 samples: decode_error 2, no_label 1,000",
     ]
 
 

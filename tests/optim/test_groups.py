@@ -254,6 +254,11 @@ def test_with_its_block_unlocked_only_the_bottom_stays() -> None:
     }
 
 
+def test_unlocking_the_whole_tower_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.unlock_image_layers: found 99, wanted fewer than .* \d+ layers"):
+        towers(lock=("image",), unlock_image_layers=99)
+
+
 def test_unlocking_what_is_not_locked_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.unlock_text_layers: the text tower is not in model\.lock"):
         towers(lock=("image",), unlock_text_layers=1)

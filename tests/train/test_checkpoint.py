@@ -34,7 +34,7 @@ def progress(step: int) -> Progress:
 
 
 def load(folder: Path, into: PlainEngine, **other: Any) -> Progress:
-    return checkpoint.load(folder, into, into._optimizer, replace(progress(0), **other))
+    return checkpoint.load(folder, into, into._optimizer, replace(progress(0), **other), total_steps=9)
 
 
 def names(out: Path) -> list[str]:
@@ -47,6 +47,14 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     found = load(tmp_path / "checkpoints" / "step-00000003", loaded)
     assert (found.step, found.cursors, found.order) == (3, {0: 3, 7: 4}, "order")
     assert all(torch.equal(loaded.weights()[name], weight) for name, weight in saved.weights().items())
+
+
+def test_a_run_shorter_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    for step in (9, 10):
+        checkpoint.save(tmp_path, engine(), progress(step), ALONE, keep=3)
+    assert load(tmp_path / "checkpoints" / "step-00000009", engine()).step == 9  # just finished
+    with pytest.raises(ConfigError, match=r"found 10, wanted at most 9\. Lengthen train\.duration"):
+        load(tmp_path / "checkpoints" / "step-00000010", engine())
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
