@@ -24,7 +24,7 @@ data-emoji: setup
 	$(BIN)/clipscale data fetch emoji --out data/emoji
 
 data-toy: setup
-	$(BIN)/clipscale data toy --out data/toy --samples 20000 --shards 8 --held-out 512
+	$(BIN)/clipscale data toy --out data/toy-demo --samples 20000 --shards 8 --held-out 512
 
 test: setup check pytest
 

@@ -1,7 +1,8 @@
 """How far the batch can grow on the emoji demo: AdamW, LAMB and LARS at the same number of samples.
 
-Every run is `clipscale train configs/emoji.toml` with other settings, at 32 px to be quick. Finished runs are kept, so
-an interrupted study goes on where it stopped. Writes results.json, table.md and study.png into --out.
+Every run is `clipscale train configs/emoji.toml` with other settings: an ordinary text tower of two layers, and one
+rate for all of it. Finished runs are kept, so an interrupted study goes on where it stopped. Writes results.json,
+table.md and study.png into --out.
 
     python scripts/large_batch_study.py --out runs/study
 """
@@ -18,7 +19,8 @@ from typing import Any
 
 BATCHES = (256, 1024, 4096)
 BASE_BATCH = 512  # the demo's own, which the rates are meant for
-SAMPLES = 163_840  # the demo's number: 640, 160 and 40 steps
+SAMPLES = 163_840  # 640, 160 and 40 steps
+TEXT = "context_length=24, width=128, heads=4, layers=2, mlp_ratio=4.0, norm_kwargs={}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ def run(recipe: Recipe, batch: int, out: Path, samples: int) -> Outcome:
     settings = (
         f"train.global_batch={batch}",
         f"train.duration.samples={samples}",
-        "model.vision_cfg.image_size=32",
+        f"model.text_cfg={{{TEXT}}}",
+        "optim.rules=[]",
+        "data.caption.label_only=0.6",
         "optim.warmup.fraction=0.2",
         f"optim.base_batch={BASE_BATCH}",
         *recipe.settings,

@@ -13,8 +13,9 @@ from clipscale.config.load import load_config
 from clipscale.config.plan import make_plan
 from clipscale.config.support import unsupported
 from clipscale.dist.world import World
-from clipscale.model.towers import Towers, resolve_architecture
+from clipscale.model.towers import Tokenize, Towers, build_towers, load_exported, resolve_architecture
 from clipscale.optim.groups import treatments
+from clipscale.train.checkpoint import export
 from clipscale.train.loop import train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import REPOSITORY, Outcome, Toy, outcome
@@ -44,7 +45,7 @@ SMALL = (
 
 
 def test_every_file_is_listed_here() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*SHIPPED, "tiny", "emoji"}
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*SHIPPED, "tiny", "emoji", "toy"}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -89,3 +90,19 @@ def test_shrunk_it_trains(toy: Toy, tmp_path: Path) -> None:
     for name, run in run_ranks(2, train_shrunk, toy, tmp_path, timeout_s=150)[0].items():
         assert len(run.curve()) == 2, name
         assert all(record["applied"] for record in run.records), name
+
+
+@pytest.mark.parametrize("name", ["emoji", "toy"])
+def test_a_demos_model_builds_and_comes_back_from_its_export(name: str, tmp_path: Path) -> None:
+    """`make demo DATA=emoji|toy` runs the file of that name. Its data are not here, so the token table is whole."""
+    config = load_config(CONFIGS / f"{name}.toml", ["model.token_ids=''"])
+    towers, architecture = build_towers(config.model, config.loss)
+    assert towers.trims_text
+    assert set(treatments(towers, config.optim, towers.depths())) == {name for name, _ in towers.named_parameters()}
+    export(tmp_path / "model", towers.state_dict(), config.model, architecture)
+    loaded, _, size = load_exported(tmp_path / "model")
+    images = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8)
+    tokens = Tokenize(config.model, architecture)(["badger", "badger, animal mammal"])
+    with torch.no_grad():
+        for tower, inputs in (("image", images), ("text", tokens)):
+            torch.testing.assert_close(loaded.eval()(tower, inputs)[0], towers.eval()(tower, inputs)[0])
