@@ -156,8 +156,9 @@ def _embed_shards(
     dropped = sum((part[3] for part in everybodys), Counter())
     everybodys = [part for part in everybodys if part[0] is not None]
     if not everybodys:
+        where = shards if isinstance(shards, str) else " ".join(shards)
         fault = DataError(
-            f"no usable sample among {index.num_samples:,} in {shards}: {as_text(dropped)}. The {what} was looked for "
+            f"no usable sample among {index.num_samples:,} in {where}: {as_text(dropped)}. The {what} was looked for "
             f"in {field!r}"
         )
         fault.on_all_ranks = True
