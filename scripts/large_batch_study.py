@@ -20,7 +20,7 @@ from typing import Any
 BATCHES = (256, 1024, 4096)
 BASE_BATCH = 512  # the demo's own, which the rates are meant for
 SAMPLES = 163_840  # 640, 160 and 40 steps
-TEXT = "context_length=24, width=128, heads=4, layers=2, mlp_ratio=4.0, norm_kwargs={}"
+TEXT = "{context_length=24, width=128, heads=4, layers=2, mlp_ratio=4.0, norm_kwargs={}}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def run(recipe: Recipe, batch: int, out: Path, samples: int) -> Outcome:
     settings = (
         f"train.global_batch={batch}",
         f"train.duration.samples={samples}",
-        f"model.text_cfg={{{TEXT}}}",
+        f"model.text_cfg={TEXT}",
         "optim.rules=[]",
         "data.caption.label_only=0.6",
         "optim.warmup.fraction=0.2",

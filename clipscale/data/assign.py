@@ -237,6 +237,12 @@ def check(counts: Sequence[int], *, streams: int, global_batch: int, world_size:
             f"{total:,} samples cannot be cut into data.streams = {streams:,}: "
             f"set it to {max(world_size, total // world_size * world_size):,} or less"
         )
+    return faults + sharing_faults(streams=streams, global_batch=global_batch, world_size=world_size)
+
+
+def sharing_faults(*, streams: int, global_batch: int, world_size: int) -> list[str]:
+    """What so many ranks cannot share out evenly, whatever the samples are."""
+    faults = []
     for name, value in (("train.global_batch", global_batch), ("data.streams", streams)):
         if value % world_size:
             below, above = value // world_size * world_size, (value // world_size + 1) * world_size

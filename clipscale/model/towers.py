@@ -145,17 +145,30 @@ class Towers(nn.Module):
         if model.freeze_batch_norm:
             self.visual = freeze_batch_norm_2d(self.visual)
         _refuse_batch_norm(self)
-        for tower in model.lock:
-            unlocked = model.unlock_image_layers if tower == "image" else model.unlock_text_layers
-            layers = depth.lock(self._tower(tower), unlocked_layers=unlocked)
-            if unlocked >= layers:
-                raise ConfigError(
-                    f"model.unlock_{tower}_layers: found {unlocked}, wanted fewer than the {tower} tower's {layers} "
-                    f"layers; to train all of it, take it out of model.lock"
-                )
+        self._lock(model)
         if model.compile:
             self.visual.compile()
             self.text.compile(dynamic=True)  # captions are trimmed to many lengths
+
+    def _lock(self, model: Model) -> None:
+        unlocked: dict[Tower, int] = {"image": model.unlock_image_layers, "text": model.unlock_text_layers}
+        if set(model.lock) == {"image", "text"} and not any(unlocked.values()):
+            raise ConfigError(
+                "model.lock: both towers are locked, so there is nothing to train; unlock one, or its top"
+            )
+        for tower, wanted in unlocked.items():
+            if tower not in model.lock:
+                if wanted:
+                    raise ConfigError(
+                        f"model.unlock_{tower}_layers: the {tower} tower is not in model.lock, so all of it is trained"
+                    )
+                continue
+            layers = depth.lock(self._tower(tower), unlocked_layers=wanted)
+            if wanted >= layers:
+                raise ConfigError(
+                    f"model.unlock_{tower}_layers: found {wanted}, wanted fewer than the {tower} tower's {layers} "
+                    "layers; to train all of it, take it out of model.lock"
+                )
 
     def _tower(self, tower: Tower) -> Any:
         return self.visual if tower == "image" else self.text
@@ -251,22 +264,10 @@ def build_towers(model: Model, loss: Loss, *, half: torch.dtype | None = None) -
     cut = copy.deepcopy(architecture)
     if model.token_ids:
         cut["text_cfg"]["vocab_size"] = len(read_token_ids(Path(model.token_ids)))
-    _check_lock(model)
     towers = Towers(cut, model, loss, half=half)
     if model.pretrained:
         _load_pretrained(towers, model)
     return towers, architecture
-
-
-def _check_lock(model: Model) -> None:
-    unlocked = {"image": model.unlock_image_layers, "text": model.unlock_text_layers}
-    if set(model.lock) == {"image", "text"} and not any(unlocked.values()):
-        raise ConfigError("model.lock: both towers are locked, so there is nothing to train; unlock one, or its top")
-    for tower, layers in unlocked.items():
-        if layers and tower not in model.lock:
-            raise ConfigError(
-                f"model.unlock_{tower}_layers: the {tower} tower is not in model.lock, so all of it is trained"
-            )
 
 
 def _load_pretrained(towers: Towers, model: Model) -> None:

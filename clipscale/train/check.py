@@ -6,6 +6,7 @@ import torch
 
 from clipscale.config.schema import Config, DeepSpeedEngine, HsdpEngine
 from clipscale.config.support import unsupported
+from clipscale.data.assign import sharing_faults
 from clipscale.errors import ConfigError, listed
 from clipscale.model.towers import Towers, resolve_architecture
 from clipscale.optim.groups import treatments
@@ -14,8 +15,8 @@ from clipscale.optim.groups import treatments
 def check(config: Config, ranks: int | None) -> None:
     """Raises `ConfigError` with every fault. The towers are built without memory, so that rules meet their names."""
     faults = unsupported(config, ranks or _any_ranks(config))
-    if ranks and config.train.global_batch % ranks:
-        faults.append(f"train.global_batch = {config.train.global_batch:,} cannot be shared by {ranks:,} ranks")
+    if ranks:
+        faults += sharing_faults(streams=config.data.streams, global_batch=config.train.global_batch, world_size=ranks)
     try:
         with torch.device("meta"):
             towers = Towers(resolve_architecture(config.model), config.model, config.loss)

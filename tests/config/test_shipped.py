@@ -31,6 +31,7 @@ SHIPPED = {
     "clipa_l16_64k": (8, 65_536, 427.5),
     "one_gpu_16k": (1, 16_384, 151.3),
 }
+DEMOS = ("emoji", "toy")  # `make demo DATA=emoji|toy` runs the file of that name
 CONFIGS = REPOSITORY / "configs"
 SMALL = (
     "model.embed_dim=32",
@@ -45,7 +46,7 @@ SMALL = (
 
 
 def test_every_file_is_listed_here() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*SHIPPED, "tiny", "emoji", "toy"}
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*SHIPPED, *DEMOS, "tiny"}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -92,9 +93,9 @@ def test_shrunk_it_trains(toy: Toy, tmp_path: Path) -> None:
         assert all(record["applied"] for record in run.records), name
 
 
-@pytest.mark.parametrize("name", ["emoji", "toy"])
+@pytest.mark.parametrize("name", DEMOS)
 def test_a_demos_model_builds_and_comes_back_from_its_export(name: str, tmp_path: Path) -> None:
-    """`make demo DATA=emoji|toy` runs the file of that name. Its data are not here, so the token table is whole."""
+    """Its data are not here, so the token table is whole."""
     config = load_config(CONFIGS / f"{name}.toml", ["model.token_ids=''"])
     towers, architecture = build_towers(config.model, config.loss)
     assert towers.trims_text

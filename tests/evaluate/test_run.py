@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from clipscale.config.schema import RetrievalEval, ZeroShotEval
@@ -16,7 +15,7 @@ from clipscale.dist.world import World
 from clipscale.errors import DataError
 from clipscale.evaluate.ranks import Result
 from clipscale.evaluate.run import ForwardEmbedder, evaluate
-from tests.data.shard_files import write_tar
+from tests.data.shard_files import pixels, write_tar
 from tests.helpers.ranks import run_ranks
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
@@ -39,12 +38,10 @@ def _evaluate(world: World, spec: ZeroShotEval | RetrievalEval) -> Result:
 
 
 def _sample(number: int, colour: str, *, label: bool = True, text: str | None = None) -> list[tuple[str, bytes]]:
-    png = io.BytesIO()
-    Image.new("RGB", (8, 8), COLOURS[colour]).save(png, "PNG")
     facts = {"label": colour} if label else {"name": colour}
     caption = f"plain {colour}" if text is None else text
     return [
-        (f"{number}.png", png.getvalue()),
+        (f"{number}.png", pixels(np.full((8, 8, 3), COLOURS[colour], np.uint8))),
         (f"{number}.txt", caption.encode()),
         (f"{number}.json", json.dumps(facts).encode()),
     ]
